@@ -1,0 +1,404 @@
+"""The per-request policy: what may be asked for, by whom it is defined, and what is legal.
+
+Every field carries one :class:`Spec`. Validation, error messages, the JSON schema, the command-line flags and
+their help all come from it. Nothing here imports the engine: the HTTP face and the scheduler both read it.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+MECHANISMS: frozenset[str] = frozenset()
+"""Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
+
+PRESETS: dict[str, dict[str, Any]] = {"exact": {}}
+"""Presets this build can run: field values that differ from the defaults."""
+
+CUSTOM = "custom"
+"""Reported as the preset of a policy whose values are no preset's. Not accepted in a request."""
+
+
+class PolicyError(ValueError):
+    """An illegal policy. The message names the field, the value given and what is legal.
+
+    Attributes:
+        field: name of the offending field, or "" when the whole object is at fault.
+    """
+
+    def __init__(self, message: str, name: str = ""):
+        super().__init__(message)
+        self.field = name
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model allows.
+
+    Attributes:
+        layers: number of transformer layers, or None while no model is loaded.
+        span: consecutive layers that share one page table; a cutoff must be a multiple of it.
+    """
+
+    layers: int | None = None
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One field's meaning and legal values.
+
+    Attributes:
+        help: what the field decides, in one clause.
+        unit: unit of a number, or what the words stand for.
+        source: the paper's section or table that defines it.
+        kind: type of a value that is not one of ``words``; None where only words are legal.
+        low, high: bounds of a number. A float must be in (low, high], an int in [low, high].
+        words: string values.
+        mechanism: what has to run unless the value is ``neutral``.
+        neutral: the value that asks for nothing.
+        tunes: the field that this one only refines; without it, it has no effect.
+    """
+
+    help: str
+    unit: str
+    source: str
+    kind: type | None = None
+    low: float = 0
+    high: float | None = None
+    words: tuple[str, ...] = ()
+    mechanism: str | None = None
+    neutral: Any = None
+    tunes: str | None = None
+
+    def legal(self, limits: Limits = Limits()) -> str:
+        """The legal values in words, for messages and help."""
+        return self._numbers(limits) + self._or_words()
+
+    def _numbers(self, limits: Limits) -> str:
+        if self.kind is bool:
+            return "true or false"
+        if self.kind is float:
+            return f"in ({self.low:g}, {self.high:g}]"
+        if self.kind is int:
+            high = limits.layers if self.high is None else self.high
+            return f"an integer in [{self.low:g}, {high:g}]" if high else f"an integer >= {self.low:g}"
+        return ""
+
+    def _or_words(self) -> str:
+        quoted = ", ".join(f'"{word}"' for word in self.words)
+        if not self.words or self.kind is not None:
+            return f" or {quoted}" if quoted else ""
+        return f"one of {quoted}" if len(self.words) > 1 else quoted
+
+    def accepts(self, value: Any, limits: Limits) -> bool:
+        """Whether ``value`` has the right type and lies in range."""
+        if isinstance(value, str):
+            return value in self.words
+        if self.kind is bool or isinstance(value, bool):
+            return self.kind is bool and isinstance(value, bool)
+        if self.kind is float:
+            return isinstance(value, int | float) and self.low < value <= self.high
+        if self.kind is int:
+            high = limits.layers if self.high is None else self.high
+            return isinstance(value, int) and value >= self.low and (high is None or value <= high)
+        return False
+
+    def schema(self) -> dict[str, Any]:
+        """JSON Schema of one value."""
+        forms: list[dict[str, Any]] = [{"enum": list(self.words)}] if self.words else []
+        if self.kind is bool:
+            forms.insert(0, {"type": "boolean"})
+        elif self.kind is float:
+            forms.insert(0, {"type": "number", "exclusiveMinimum": self.low, "maximum": self.high})
+        elif self.kind is int:
+            bounds = {"minimum": self.low} | ({"maximum": self.high} if self.high else {})
+            forms.insert(0, {"type": "integer"} | bounds)
+        form = forms[0] if len(forms) == 1 else {"anyOf": forms}
+        return form | {"description": f"{self.help} ({self.unit}; {self.source})"}
+
+    def from_text(self, text: str) -> Any:
+        """A command-line word as a value of the right type; the text itself where it is not a number."""
+        try:
+            return self.kind(text) if self.kind in (int, float) else text
+        except ValueError:
+            return text
+
+
+def _field(default: Any, **spec: Any) -> Any:
+    return field(default=default, metadata={"spec": Spec(**spec)})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one request asks of the engine. The defaults are the exact policy: nothing is dropped."""
+
+    preset: str = _field(
+        "exact",
+        help="named set of values, refined by the other fields",
+        unit="name",
+        source="exact: same tokens as the unmodified model",
+        words=("exact", "balanced", "turbo"),
+    )
+    prefill_keep_rate: float | str = _field(
+        1.0,
+        help="share of prompt chunks that enter the model",
+        unit="fraction of chunks",
+        source="SpecPrefill, section 3.2.3",
+        kind=float,
+        high=1,
+        words=("auto",),
+        mechanism="SpecPrefill",
+        neutral=1.0,
+    )
+    lookahead: int = _field(
+        8,
+        help="tokens the draft decodes to judge which prompt tokens matter",
+        unit="tokens",
+        source="SpecPrefill, section 3.2.1",
+        kind=int,
+        low=1,
+        high=64,
+        mechanism="SpecPrefill",
+        tunes="prefill_keep_rate",
+    )
+    depth_cutoff: int | str = _field(
+        "full",
+        help="layer above which prompt tokens do not exist",
+        unit="layers",
+        source="SPEED, Table 1",
+        kind=int,
+        low=1,
+        words=("full",),
+        mechanism="SPEED",
+        neutral="full",
+    )
+    anchors: str = _field(
+        "bos",
+        help="prompt tokens that are kept above the cutoff",
+        unit="set of tokens",
+        source="SPEED, Table 1",
+        words=("bos", "none"),
+        mechanism="SPEED",
+        tunes="depth_cutoff",
+    )
+    tsp_rate: float = _field(
+        1.0,
+        help="share of tokens that are propagated above the selection layer",
+        unit="fraction of tokens",
+        source="FastKV, section 4.2",
+        kind=float,
+        high=1,
+        mechanism="FastKV",
+        neutral=1.0,
+    )
+    kv_retention_rate: float = _field(
+        1.0,
+        help="share of prompt KV entries that each KV head keeps after prefill",
+        unit="fraction of entries",
+        source="FastKV, section 4.4",
+        kind=float,
+        high=1,
+        mechanism="FastKV",
+        neutral=1.0,
+    )
+    retention_policy: str = _field(
+        "saliency",
+        help="how the kept KV entries are chosen (random is the control)",
+        unit="rule",
+        source="FastKV, section 4.4",
+        words=("saliency", "random"),
+        mechanism="FastKV",
+        tunes="kv_retention_rate",
+    )
+    decode: str = _field(
+        "full",
+        help="what a decode step reads: everything, or a selection between dense steps",
+        unit="schedule",
+        source="SFI, Algorithm 1",
+        words=("slow_fast", "full"),
+        mechanism="SFI",
+        neutral="full",
+    )
+    speculative: bool = _field(
+        False,
+        help="draft tokens with the draft model and verify them",
+        unit="switch",
+        source="speculative decoding with exact verification",
+        kind=bool,
+        mechanism="drafting",
+        neutral=False,
+    )
+
+    def canonical(self) -> "Policy":
+        """This policy with fields that can have no effect at their defaults, and an honest preset name."""
+        idle = {
+            name: _DEFAULTS[name]
+            for name, spec in SPECS.items()
+            if spec.tunes and getattr(self, spec.tunes) == SPECS[spec.tunes].neutral
+        }
+        floats = [name for name, spec in SPECS.items() if spec.kind is float]
+        numbers = {n: float(v) for n in floats if not isinstance(v := getattr(self, n), str)}
+        result = replace(self, **numbers | idle)
+        same = (name for name in PRESETS if preset(name)._values() == result._values())
+        return replace(result, preset=next(same, CUSTOM))
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SPECS if name != "preset"}
+
+    def fingerprint(self) -> str:
+        """A short name of the values, equal for equal policies: part of the prefix cache's key."""
+        if self._values() == preset("exact")._values():
+            return "exact"
+        text = json.dumps(self._values(), sort_keys=True)
+        return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
+
+    def to_wire(self) -> dict[str, str | int | float | bool]:
+        """The policy as a flat JSON object."""
+        return {"preset": self.preset} | self._values()
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "Policy":
+        """The policy that :meth:`to_wire` wrote.
+
+        Raises:
+            PolicyError: when a field is missing, unknown or out of range: sender and receiver differ.
+        """
+        if wire.keys() != SPECS.keys():
+            raise PolicyError(f"not a policy of this version: fields {sorted(wire)}")
+        _check({name: value for name, value in wire.items() if name != "preset"}, Limits())
+        return cls(**wire)
+
+
+SPECS: dict[str, Spec] = {item.name: item.metadata["spec"] for item in fields(Policy)}
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Policy)}
+
+
+def preset(name: str) -> Policy:
+    """The policy of a preset of this build.
+
+    Raises:
+        PolicyError: when the preset is unknown, or known but not in this build.
+    """
+    if name in PRESETS:
+        return replace(Policy(), preset=name, **PRESETS[name])
+    if name in SPECS["preset"].words:
+        legal = ", ".join(f'"{known}"' for known in PRESETS)
+        raise PolicyError(f'fathom.preset: "{name}" is not available in this build; legal: {legal}', "preset")
+    raise _illegal("preset", name, Limits())
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _illegal(name: str, value: Any, limits: Limits) -> PolicyError:
+    return PolicyError(f"fathom.{name} must be {SPECS[name].legal(limits)}, got {_shown(value)}", name)
+
+
+def _check(values: Mapping[str, Any], limits: Limits) -> None:
+    for name, value in values.items():
+        if not SPECS[name].accepts(value, limits):
+            raise _illegal(name, value, limits)
+
+
+def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
+    """The canonical form of a policy that this build can run on this model.
+
+    Raises:
+        PolicyError: when a value is out of the model's range, or asks for a mechanism that is not there.
+    """
+    _check(policy._values(), limits)
+    if isinstance(policy.depth_cutoff, int):
+        if policy.depth_cutoff == limits.layers:
+            policy = replace(policy, depth_cutoff="full")
+        elif policy.depth_cutoff % limits.span:
+            _raise_off_span(policy.depth_cutoff, limits)
+    for name, value in policy._values().items():
+        spec = SPECS[name]
+        if spec.mechanism and not spec.tunes and value != spec.neutral and spec.mechanism not in MECHANISMS:
+            message = f"fathom.{name}: {spec.mechanism} is not available in this build; "
+            raise PolicyError(message + f"legal: {_shown(spec.neutral)}, got {_shown(value)}", name)
+    return policy.canonical()
+
+
+def _raise_off_span(cutoff: int, limits: Limits) -> None:
+    below = cutoff - cutoff % limits.span
+    nearest = [str(value) for value in (below, below + limits.span) if value >= limits.span]
+    message = f"fathom.depth_cutoff must be a multiple of {limits.span} layers, got {cutoff}; nearest: "
+    raise PolicyError(message + ", ".join(nearest), "depth_cutoff")
+
+
+def parse(request: Any, default: Policy, limits: Limits = Limits()) -> Policy:
+    """The policy that a request's ``fathom`` object asks for.
+
+    Args:
+        request: the object as decoded from JSON; None asks for ``default``.
+        default: the policy whose values apply where the object names no preset and no value.
+        limits: what the served model allows.
+
+    Raises:
+        PolicyError: for anything but an object with known fields and legal values.
+    """
+    if request is None:
+        return default
+    if not isinstance(request, Mapping):
+        raise PolicyError(f"fathom must be an object, got {_shown(request)}")
+    for name in request:
+        if name not in SPECS:
+            unknown, legal = str(name)[:60], ", ".join(SPECS)
+            raise PolicyError(f"fathom.{unknown} is not a policy field; legal fields: {legal}", unknown)
+    _check(request, limits)
+    base = preset(request["preset"]) if "preset" in request else default
+    return validate(replace(base, **{k: v for k, v in request.items() if k != "preset"}), limits)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a request's ``fathom`` object."""
+    properties = {name: spec.schema() | {"default": _DEFAULTS[name]} for name, spec in SPECS.items()}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
+    """Every field's meaning, range, unit, source, default, and whether this build can run it."""
+    return {
+        name: {
+            "help": spec.help,
+            "legal": spec.legal(limits),
+            "default": _DEFAULTS[name],
+            "unit": spec.unit,
+            "source": spec.source,
+            "mechanism": spec.mechanism,
+            "available": spec.mechanism is None or spec.mechanism in MECHANISMS,
+        }
+        for name, spec in SPECS.items()
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field: the policy of requests that bring none."""
+    group = parser.add_argument_group("policy of requests that ask for none")
+    for name, spec in SPECS.items():
+        flag = "--" + name.replace("_", "-")
+        text = f"{spec.help}; {spec.legal()} (default: {_DEFAULTS[name]}; {spec.source})".replace("%", "%%")
+        if spec.kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            group.add_argument(flag, type=spec.from_text, metavar="VALUE", default=None, help=text)
+
+
+def from_arguments(arguments: argparse.Namespace, limits: Limits = Limits()) -> Policy:
+    """The policy that the flags of :func:`add_arguments` ask for.
+
+    Raises:
+        PolicyError: with the flag's name in place of the field's.
+    """
+    given = {name: getattr(arguments, name) for name in SPECS if getattr(arguments, name) is not None}
+    try:
+        return parse(given, Policy(), limits)
+    except PolicyError as error:
+        flag = "--" + error.field.replace("_", "-")
+        raise PolicyError(str(error).replace(f"fathom.{error.field}", flag), error.field) from error

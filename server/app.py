@@ -1,0 +1,77 @@
+"""SGLang's HTTP application with Fathom's middleware, error answers and routes, and its launch."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from fathom.runtime import config
+from fathom.server import errors
+from fathom.server.context import Face
+from fathom.server.middleware import PolicyMiddleware
+from fathom.server.version import versions
+
+
+def configure(app: FastAPI, face: Face, internal_states: Callable[[], Any]) -> None:
+    """Add Fathom's part to an application that has not started yet.
+
+    Args:
+        app: the application.
+        face: the server's policy defaults and limits.
+        internal_states: coroutine function that asks every scheduler process for its state.
+    """
+    # Last is innermost: after authentication and decompression, and inside CORS.
+    app.user_middleware.append(Middleware(PolicyMiddleware, face=face))
+    errors.install(app)
+
+    async def info() -> dict[str, Any]:
+        """What this server is, what its scheduler processes say of themselves, and the legal policies."""
+        states = await internal_states()
+        return {
+            "versions": versions(),
+            "policy": face.default.to_wire(),
+            "mechanisms": sorted(config.MECHANISMS),
+            "presets": sorted(config.PRESETS),
+            "engine": [state.get("fathom") for state in states],
+            "fields": config.describe(face.limits),
+            "schema": config.json_schema(),
+        }
+
+    app.add_api_route("/fathom/info", info, methods=["GET"])
+
+
+def launch(
+    server_args: Any, face: Face, on_ready: Callable[[], None], on_engine_failure: Callable[..., None]
+) -> None:
+    """Serve until stopped.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+        face: the server's policy defaults and limits.
+        on_ready: called once the first request can be answered.
+        on_engine_failure: handler of the signal that an engine process sends when it fails to start.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+
+    from fathom.server import children
+    from fathom.server.tokenizer_manager import FathomTokenizerManager
+
+    async def internal_states() -> list[dict[str, Any]]:
+        return await http_server.get_global_state().tokenizer_manager.get_internal_state()
+
+    def init(*args: Any) -> Any:
+        signal.signal(signal.SIGQUIT, on_engine_failure)  # after SGLang's own, which kills without a word
+        return init_tokenizer_manager(*args, TokenizerManagerClass=partial(FathomTokenizerManager, face=face))
+
+    configure(http_server.app, face, internal_states)
+    http_server.launch_server(
+        server_args,
+        init_tokenizer_manager_func=init,
+        run_scheduler_process_func=children.run_scheduler_process,
+        run_detokenizer_process_func=children.run_detokenizer_process,
+        launch_callback=on_ready,
+    )

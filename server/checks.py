@@ -1,0 +1,224 @@
+"""What is checked before a model is loaded, so that a mistake costs a second and one line."""
+
+import argparse
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+USAGE, FAILURE, SEAM = 2, 1, 3
+"""Exit codes: a wrong command line, a server that could not start, an SGLang that is not as we know it."""
+
+
+class StartError(Exception):
+    """A reason not to start, in one line.
+
+    Attributes:
+        code: the process's exit code.
+    """
+
+    def __init__(self, message: str, code: int = USAGE):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option of SGLang that would serve requests past Fathom's layer.
+
+    Attributes:
+        flag: the option.
+        kind: type of its value; bool for a switch.
+        refused: whether a value of it is refused.
+        reason: what would go wrong.
+    """
+
+    flag: str
+    kind: type
+    refused: Callable[[Any], bool]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The option's name among SGLang's server arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+_GRPC = "requests over gRPC cannot carry a policy, and their answers could not say what was done"
+_SPECULATION = "SGLang's own speculation replaces the worker that runs Fathom's step"
+
+REFUSALS = (
+    Refusal(
+        "--tokenizer-worker-num", int, lambda n: n > 1, "further HTTP workers run without Fathom's middleware"
+    ),
+    Refusal("--grpc-mode", bool, bool, _GRPC),
+    Refusal("--smg-grpc-mode", bool, bool, _GRPC),
+    Refusal("--grpc-port", int, bool, _GRPC),
+    Refusal(
+        "--enable-http2", bool, bool, "SGLang's HTTP/2 server is not covered by Fathom's shutdown and tests"
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        str,
+        lambda mode: mode != "null",
+        "Fathom's step needs prefill and decode together",
+    ),
+    Refusal("--encoder-only", bool, bool, "an encoder server does not run Fathom's scheduler"),
+    Refusal("--use-ray", bool, bool, "Ray starts SGLang's own scheduler processes in place of Fathom's"),
+    Refusal("--speculative-algorithm", str, bool, _SPECULATION),
+    Refusal("--speculative-draft-model-path", str, bool, _SPECULATION),
+)
+
+REFUSED_ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": "SGLang's Rust server replaces the HTTP process that Fathom extends",
+    "SGLANG_GRPC_PORT": _GRPC,
+}
+
+
+def add_refused(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` recognise the refused options; their names are absent where they are not given."""
+    for refusal in REFUSALS:
+        switch = {"action": "store_true"} if refusal.kind is bool else {"type": refusal.kind}
+        parser.add_argument(refusal.flag, dest=refusal.name, default=argparse.SUPPRESS, **switch)
+
+
+def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse options and environment variables that would leave Fathom out.
+
+    Args:
+        arguments: anything with the options as attributes: parsed flags, or SGLang's server arguments.
+        environment: environment variables.
+
+    Raises:
+        StartError: naming the option and the reason.
+    """
+    for refusal in REFUSALS:
+        value = getattr(arguments, refusal.name, None)
+        if value is not None and refusal.refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise StartError(f"{shown} is not supported: {refusal.reason}")
+    for name, reason in REFUSED_ENVIRONMENT.items():
+        if environment.get(name, "").lower() not in ("", "0", "false", "no", "n"):
+            raise StartError(f"the environment variable {name} is not supported: {reason}")
+
+
+def check_port(host: str, port: int) -> None:
+    """See that the address can be listened on.
+
+    Raises:
+        StartError: when it cannot, with the reason.
+    """
+    if not 1 <= port <= 65535:
+        raise StartError(f"--port must be in [1, 65535], got {port}")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        raise StartError(f"--host {host} is not an address of this machine") from None
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = f"port {port} on {host} is already in use; choose another one with --port"
+            else:
+                message = f"cannot listen on {host}:{port}: {os.strerror(error.errno)}"
+            raise StartError(message, FAILURE) from None
+
+
+def demo_model() -> Path:
+    """The folder of the demo model that comes with Fathom.
+
+    Raises:
+        StartError: when this installation has none.
+    """
+    package = find_spec("fathom.demo")
+    for place in (package.submodule_search_locations or []) if package else []:
+        folder = Path(place) / "models" / "target"
+        if (folder / "config.json").is_file():
+            return folder
+    raise StartError("--demo: this installation has no demo model; give a model with --model-path", FAILURE)
+
+
+def check_model(model: str, option: str = "--model-path") -> None:
+    """See that a model can be found: a local folder, a file, or a repository on Hugging Face.
+
+    Raises:
+        StartError: when there is none.
+    """
+    path = Path(model)
+    if (
+        "://" in model
+        or path.is_file()
+        or os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
+    ):
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise StartError(f"{option} {model}: the folder has no config.json")
+        try:
+            json.loads((path / "config.json").read_text())
+        except ValueError:
+            raise StartError(f"{option} {model}: its config.json is not valid JSON") from None
+        return
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise StartError(f"{option} {model}: no such folder or file")
+    _check_repository(model, option)
+
+
+def _check_repository(model: str, option: str) -> None:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        HfApi().model_info(model, timeout=10)
+    except (RepositoryNotFoundError, HFValidationError):
+        raise StartError(f"{option} {model}: no such folder, and no such model on Hugging Face") from None
+    except Exception as error:
+        message = f"no such folder, and Hugging Face could not be asked ({type(error).__name__})"
+        raise StartError(f"{option} {model}: {message}") from None
+
+
+def check_draft(target: str, draft: str) -> None:
+    """Refuse a draft model: for its vocabulary if that is another one, else because nothing drafts yet.
+
+    Raises:
+        StartError: always; the message says which of the two it is.
+    """
+    option = "--draft-model-path"
+    check_model(draft, option)
+    difference = vocabulary_difference(_vocabulary(target), _vocabulary(draft))
+    if difference:
+        message = f"the draft model must share the target's vocabulary; {difference}"
+    else:
+        message = "this build cannot draft; start without a draft model"
+    raise StartError(f"{option} {draft}: {message}")
+
+
+def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:
+    """How two vocabularies (token to id) differ, in words; "" when they are the same."""
+    if len(target) != len(draft):
+        return f"the target has {len(target)} tokens, the draft {len(draft)}"
+    for token, number in sorted(target.items(), key=lambda item: item[1]):
+        if draft.get(token) != number:
+            other = f"id {draft[token]}" if token in draft else "absent"
+            return f"token {token!r} is id {number} in the target and {other} in the draft"
+    return ""
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model).get_vocab()
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise StartError(f"the vocabulary of {model} cannot be read: {reason}") from None

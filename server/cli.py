@@ -1,0 +1,73 @@
+"""The ``fathom`` command. Light to import: SGLang and PyTorch are loaded only by what needs them."""
+
+import argparse
+import sys
+
+from fathom.server.checks import StartError
+from fathom.server.version import versions
+
+USAGE = """usage: fathom COMMAND [options]
+
+Long-context LLM inference on SGLang's scheduler.
+
+commands:
+  serve     serve a model over HTTP        (fathom serve --help)
+  bench     measure against stock SGLang   (fathom bench --help)
+  version   show versions
+
+A first try, without a download:  fathom serve --demo"""
+
+
+def _serve(argv: list[str]) -> int:
+    from fathom.server.serve import main
+
+    return main(argv)
+
+
+def _bench(argv: list[str]) -> int:
+    from fathom.benchmarks.cli import main
+
+    return main(argv) or 0
+
+
+def _version(argv: list[str]) -> int:
+    argparse.ArgumentParser(prog="fathom version", description="Show versions.").parse_args(argv)
+    for name, version in versions().items():
+        print(f"{name} {version}")
+    return 0
+
+
+COMMANDS = {"serve": _serve, "bench": _bench, "version": _version}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; the process's own when None.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for a wrong command line, 3 for an unknown SGLang.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command in ("--version", "-V"):
+        command = "version"
+    if command in ("--help", "-h", "help"):
+        print(USAGE)
+        return 0
+    if command not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(f"fathom: error: unknown command {command!r}; commands: {known}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[command](rest)
+    except StartError as error:
+        print(f"fathom {command}: error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return 0 if command == "serve" else 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

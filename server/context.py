@@ -1,0 +1,94 @@
+"""What one HTTP request asked for and what the engine reported about it."""
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from fathom.runtime.config import Limits, Policy
+
+PRIVATE_KEYS = frozenset({"first_token_time"})
+"""Keys of the scheduler's report that are not for clients."""
+
+
+@dataclass
+class Face:
+    """What the HTTP side of one server knows.
+
+    Attributes:
+        default: policy of requests that bring none.
+        limits: what the served model allows; filled in when it is known.
+        max_body_bytes: largest request body that is read.
+    """
+
+    default: Policy = field(default_factory=Policy)
+    limits: Limits = field(default_factory=Limits)
+    max_body_bytes: int = 64 << 20
+
+
+@dataclass
+class RequestContext:
+    """One HTTP request on a generation route.
+
+    Attributes:
+        route: the route, as a metric label.
+        policy: the policy it runs under.
+        received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
+        expected: generations that the request asked for; grows when the engine is called.
+        finished: ids of the generations that ended, with or without a report.
+        reports: the scheduler's report by generation id.
+    """
+
+    route: str
+    policy: Policy
+    received_time: float
+    expected: int = 0
+    finished: set[str] = field(default_factory=set)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every generation has ended."""
+        return 0 < self.expected <= len(self.finished)
+
+    def collect(self, output: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take the reports out of what the engine returned."""
+        for item in output if isinstance(output, list) else [output]:
+            meta = item.get("meta_info") or {}
+            if meta.get("finish_reason") is None:
+                continue
+            self.finished.add(meta.get("id", ""))
+            if report := meta.get("fathom"):
+                self.reports[meta.get("id", "")] = report
+
+    def answer(self) -> dict[str, Any] | None:
+        """The object for the client, or None when nothing was reported."""
+        return self.describe(self.reports.values()) if self.reports else None
+
+    def describe(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """The object for some of the request's reports."""
+        return {"preset": self.policy.preset} | merge(reports)
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("fathom_request", default=None)
+
+
+def public(report: dict[str, Any]) -> dict[str, Any]:
+    """A report without the keys that are not for clients."""
+    return {key: value for key, value in report.items() if key not in PRIVATE_KEYS}
+
+
+def merge(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One object for all generations of an answer.
+
+    Counters are summed; other values stay where all reports agree, and are left out where they do not.
+    """
+    reports = [public(report) for report in reports]
+    merged: dict[str, Any] = {}
+    for key in reports[0]:
+        values = [report.get(key) for report in reports]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            merged[key] = sum(values)
+        elif all(value == values[0] for value in values):
+            merged[key] = values[0]
+    return merged | {"generations": len(reports)}

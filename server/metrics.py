@@ -1,0 +1,98 @@
+"""Fathom's request metrics, in the registry that SGLang's ``/metrics`` serves."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# fmt: off
+TTFT_BUCKETS = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300,
+)
+TPOT_BUCKETS = (
+    0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5,
+    1, 2, 5, 10,
+)
+LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200)
+# fmt: on
+LABELS = ("route", "preset")
+
+
+@dataclass
+class Account:
+    """What is known of one generation when it starts.
+
+    Attributes:
+        route: HTTP route, as a label.
+        preset: name of the policy, as a label.
+        start: ``time.perf_counter()`` seconds when its HTTP request arrived.
+        first_token: the same clock at its first token, by the scheduler; None until it reported.
+    """
+
+    route: str
+    preset: str
+    start: float
+    first_token: float | None = None
+
+
+class RequestMetrics:
+    """One time series per route and preset. Create it after SGLang chose the metrics folder."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self._ttft = Histogram(
+            "fathom:time_to_first_token_seconds",
+            "Time from a request's arrival to its first output token.",
+            LABELS,
+            buckets=TTFT_BUCKETS,
+        )
+        self._tpot = Histogram(
+            "fathom:time_per_output_token_seconds",
+            "Per request of two tokens or more: (latency - time to first token) / (output tokens - 1).",
+            LABELS,
+            buckets=TPOT_BUCKETS,
+        )
+        self._latency = Histogram(
+            "fathom:request_latency_seconds",
+            "Time from a request's arrival to its last output token.",
+            LABELS,
+            buckets=LATENCY_BUCKETS,
+        )
+        self._prompt = Counter(
+            "fathom:request_prompt_tokens_total", "Prompt tokens of finished requests.", LABELS
+        )
+        self._output = Counter(
+            "fathom:request_output_tokens_total", "Output tokens of finished requests.", LABELS
+        )
+        self._requests = Counter(
+            "fathom:requests_total", "Generations by how they ended.", (*LABELS, "outcome")
+        )
+
+    def count(self, account: Account, outcome: str) -> None:
+        """Count one generation that ended: ``stop``, ``length``, ``abort`` or ``error``."""
+        self._requests.labels(account.route, account.preset, outcome).inc()
+
+    def observe(
+        self, account: Account, first_token: float, end: float, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """Record the times and tokens of a generation that ran to its end.
+
+        Args:
+            account: the generation.
+            first_token, end: ``time.perf_counter()`` seconds of its first and last token.
+            prompt_tokens, output_tokens: token counts.
+        """
+        labels = (account.route, account.preset)
+        self._ttft.labels(*labels).observe(first_token - account.start)
+        self._latency.labels(*labels).observe(end - account.start)
+        if output_tokens > 1:
+            self._tpot.labels(*labels).observe((end - first_token) / (output_tokens - 1))
+        self._prompt.labels(*labels).inc(prompt_tokens)
+        self._output.labels(*labels).inc(output_tokens)
+
+
+def outcome_of(finish_reason: dict[str, Any]) -> str:
+    """The outcome label of SGLang's finish reason. An abort with a status code is an engine error."""
+    kind = finish_reason.get("type", "stop")
+    if kind == "abort":
+        return "error" if finish_reason.get("status_code") else "abort"
+    return kind

@@ -1,0 +1,222 @@
+"""Takes the policy out of each generation request and puts the account of it into the answer.
+
+Pure ASGI: it sees every body message as it passes, so a stream is never gathered.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import orjson
+
+from fathom.runtime.config import PolicyError, parse
+from fathom.server.context import CURRENT, Face, RequestContext
+from fathom.server.echo import EventEcho, into_json
+from fathom.server.routes import FAILED, GENERATION_ROUTES, RESPONSES, error_body, path_of
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+REMEMBERED_RESPONSES = 1024
+"""How many ``/v1/responses`` answers keep their account for a later retrieval."""
+
+
+class RequestError(Exception):
+    """A request that is refused before it reaches a route."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class ClientGone(Exception):
+    """The client went away while its request was read."""
+
+
+class PolicyMiddleware:
+    """ASGI middleware around SGLang's routes."""
+
+    def __init__(self, app: App, face: Face):
+        self._app = app
+        self._face = face
+        self._responses: OrderedDict[str, RequestContext] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = path_of(scope) if scope["type"] == "http" else ""
+        if path in GENERATION_ROUTES and scope["method"] in ("POST", "PUT"):
+            await self._generate(path, scope, receive, send)
+        elif path.startswith(RESPONSES + "/") and scope["method"] == "GET":
+            stored = self._responses.get(path.removeprefix(RESPONSES + "/"))
+            await self._app(scope, receive, Answer(send, stored) if stored else send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        received_time = time.perf_counter()
+        try:
+            body = await read_body(scope, receive, self._face.max_body_bytes)
+            body, request = take_policy(body)
+            policy = parse(request, self._face.default, self._face.limits)
+        except ClientGone:
+            return
+        except RequestError as error:
+            await send_error(path, error, send)
+            return
+        except PolicyError as error:
+            param = f"fathom.{error.field}" if error.field else "fathom"
+            await send_error(path, RequestError(400, str(error), param), send)
+            return
+        context = RequestContext(path, policy, received_time)
+        token = CURRENT.set(context)
+        answer = Answer(send, context, self._remember if path == RESPONSES else None)
+        try:
+            await self._app(with_length(scope, len(body)), replay(body, receive), answer)
+        finally:
+            CURRENT.reset(token)
+
+    def _remember(self, response_id: str, context: RequestContext) -> None:
+        self._responses[response_id] = context
+        while len(self._responses) > REMEMBERED_RESPONSES:
+            self._responses.popitem(last=False)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole request body.
+
+    Raises:
+        RequestError: 413 when it is longer than ``limit`` bytes.
+        ClientGone: when the client disconnects first.
+    """
+    too_large = RequestError(413, f"the request body is larger than the limit of {limit} bytes")
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def take_policy(body: bytes) -> tuple[bytes, Any]:
+    """The body without its ``fathom`` member, and that member (None where there is none).
+
+    Raises:
+        RequestError: 400 for what is no JSON object, and for a policy in the engine's private field.
+    """
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(400, f"the request body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestError(400, "the request body must be a JSON object")
+    refuse_private(content)
+    if "fathom" not in content:
+        return body, None
+    request = content.pop("fathom")
+    return orjson.dumps(content), request
+
+
+def refuse_private(content: dict[str, Any]) -> None:
+    """Refuse a request that addresses the engine's private field directly."""
+    sampling = content.get("sampling_params")
+    for holder in [content, *(sampling if isinstance(sampling, list) else [sampling])]:
+        custom = holder.get("custom_params") if isinstance(holder, dict) else None
+        if isinstance(custom, dict) and "fathom" in custom:
+            message = 'custom_params.fathom is reserved; put the policy in a top-level "fathom" object'
+            raise RequestError(400, message, "custom_params.fathom")
+
+
+def with_length(scope: Scope, length: int) -> Scope:
+    """The scope of the request that is handed on, with the length of the body it will find."""
+    drop = (b"content-length", b"transfer-encoding")
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in drop]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that first hands out ``body`` and then what the client does next."""
+    pending = [body]
+
+    async def replayed() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+async def send_error(path: str, error: RequestError, send: Send) -> None:
+    """Answer with an error in the route's own format."""
+    body = orjson.dumps(error_body(path, error.status, str(error), error.param))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Answer:
+    """A ``send`` that adds the object to a successful answer: a JSON body, or an event stream."""
+
+    def __init__(
+        self,
+        send: Send,
+        context: RequestContext,
+        remember: Callable[[str, RequestContext], None] | None = None,
+    ):
+        self._send = send
+        self._context = context
+        self._remember = remember
+        self._held: Message | None = None
+        self._parts: list[bytes] = []
+        self._events: EventEcho | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._held is not None:
+            await self._hold(message)
+        elif self._events is not None:
+            body = self._events.feed(message.get("body", b""), message.get("more_body", False))
+            await self._send({**message, "body": body})
+        else:
+            await self._send(message)
+
+    async def _start(self, message: Message) -> None:
+        headers = {name.lower(): value for name, value in message.get("headers", [])}
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        editable = message["status"] in (200, 500) and b"content-encoding" not in headers
+        if editable and kind == b"application/json":
+            self._held = message
+            return
+        if editable and kind == b"text/event-stream":
+            self._events = EventEcho(self._context, self._remember)
+        await self._send(message)
+
+    async def _hold(self, message: Message) -> None:
+        self._parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        start, self._held = self._held, None
+        body = b"".join(self._parts)
+        if start["status"] == 500:  # SGLang puts the exception's text there
+            body = orjson.dumps(error_body(self._context.route, 500, FAILED))
+        else:
+            if self._remember is not None:
+                self._remember(orjson.loads(body).get("id", ""), self._context)
+            body = into_json(body, self._context)
+        headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
+        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})

@@ -1,0 +1,46 @@
+"""The generation routes that carry a policy, and each one's error format."""
+
+from collections.abc import MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+GENERATE = "/generate"
+
+GENERATION_ROUTES = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
+OTHER = "other"  # label of a generation that came in by a route outside this list
+
+FAILED = "internal error; the server's log has the details"
+
+_ANTHROPIC_TYPES = {413: "request_too_large", 404: "not_found_error"}
+
+
+def path_of(scope: MutableMapping[str, Any]) -> str:
+    """The request's path without the application's mount point and without a trailing slash."""
+    path, root = scope["path"], scope.get("root_path", "")
+    if root and path.startswith(root + "/"):
+        path = path[len(root) :]
+    return path.rstrip("/") or "/"
+
+
+def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """An error in the format that clients of ``path`` parse.
+
+    Args:
+        path: the request's path.
+        status: HTTP status.
+        message: what was wrong, safe to show.
+        param: name of the offending field, if there is one.
+    """
+    server_fault = status >= 500
+    if path.startswith(MESSAGES):
+        kind = "api_error" if server_fault else _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    if path.startswith(RESPONSES) or path == GENERATE:
+        kind = "server_error" if server_fault else "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    kind = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
+    return {"object": "error", "message": message, "type": kind, "param": param, "code": status}

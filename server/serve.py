@@ -1,0 +1,263 @@
+"""``fathom serve``: from a command line to a running server."""
+
+import argparse
+import contextlib
+import io
+import os
+import signal
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from fathom.runtime import config
+from fathom.server import checks
+from fathom.server.checks import StartError
+from fathom.server.context import Face
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
+DEMO_NAME = "fathom-demo"
+DEFAULT_MAX_BODY_MIB = 64
+
+DESCRIPTION = """Serve a model over HTTP: the OpenAI and Anthropic routes, SGLang's own, and /fathom/info.
+
+Every other option is passed on to SGLang: --tp-size, --context-length, --api-key, ... (sglang serve --help).
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message."""
+        self.exit(checks.USAGE, f"{self.prog}: error: {message}\n")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked command line.
+
+    Attributes:
+        model: model folder, file or repository.
+        name: name under which it is served.
+        host, port: where to listen.
+        draft: draft model, or None.
+        engine_flags: SGLang's flags.
+        face: policy and limits of the HTTP side.
+        verbose: whether to show tracebacks.
+    """
+
+    model: str
+    name: str
+    host: str
+    port: int
+    draft: str | None
+    engine_flags: list[str]
+    face: Face
+    verbose: bool
+
+
+def parser() -> Parser:
+    """The options that are Fathom's own."""
+    result = Parser(
+        prog="fathom serve",
+        usage="fathom serve [MODEL] [options] [SGLang's options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = result.add_argument_group("model")
+    model.add_argument("--model-path", "--model", metavar="MODEL", help="folder, or name on Hugging Face")
+    model.add_argument("--demo", action="store_true", help="serve the small model that comes with Fathom")
+    model.add_argument("--draft-model-path", metavar="MODEL", help="draft model, with the same vocabulary")
+    network = result.add_argument_group("network")
+    network.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
+    network.add_argument("--port", type=int, default=DEFAULT_PORT, help="port (default: %(default)s)")
+    network.add_argument(
+        "--max-body-mib",
+        type=int,
+        default=DEFAULT_MAX_BODY_MIB,
+        metavar="MIB",
+        help="largest request body, in MiB; a larger one is answered with 413 (default: %(default)s)",
+    )
+    config.add_arguments(result)
+    return result
+
+
+def _engine_parser() -> Parser:
+    """The options of SGLang that are looked at before SGLang is loaded."""
+    result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
+    result.add_argument("--served-model-name")
+    result.add_argument("--log-level", default="warning")
+    checks.add_refused(result)
+    return result
+
+
+def plan(argv: list[str]) -> Plan:
+    """Check a command line as far as that is possible without SGLang.
+
+    Raises:
+        StartError: for a model that cannot be chosen, a refused option, or an illegal policy.
+        SystemExit: from the parser.
+    """
+    positional = argv[0] if argv and not argv[0].startswith("-") else None
+    own, flags = parser().parse_known_args(argv[1:] if positional else argv)
+    engine, _ = _engine_parser().parse_known_args(flags)
+    checks.refuse_bypass(engine)
+    if own.max_body_mib < 1:
+        raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
+    try:
+        policy = config.from_arguments(own)
+    except config.PolicyError as error:
+        raise StartError(str(error)) from None
+    given = [value for value in (positional, own.model_path, own.demo or None) if value is not None]
+    if len(given) != 1:
+        problem = "give a model" if not given else "give only one model"
+        raise StartError(f"{problem}: MODEL, --model-path MODEL, or --demo")
+    model = str(checks.demo_model()) if own.demo else positional or own.model_path
+    name = engine.served_model_name or (DEMO_NAME if own.demo else model)
+    return Plan(
+        model=model,
+        name=name,
+        host=own.host,
+        port=own.port,
+        draft=own.draft_model_path,
+        engine_flags=_engine_flags(flags, own, model, name),
+        face=Face(default=policy, max_body_bytes=own.max_body_mib << 20),
+        verbose=engine.log_level == "debug",
+    )
+
+
+def _engine_flags(flags: list[str], own: argparse.Namespace, model: str, name: str) -> list[str]:
+    """SGLang's flags: those given, and our defaults for those that are not."""
+    given = {flag.split("=", 1)[0] for flag in flags}
+    result = ["--model-path", model, "--host", own.host, "--port", str(own.port), *flags]
+    for flag, value in {"--served-model-name": name, "--log-level": "warning"}.items():
+        if flag not in given:
+            result += [flag, value]
+    return result if "--enable-metrics" in given else [*result, "--enable-metrics"]
+
+
+def main(argv: list[str]) -> int:
+    """Serve until stopped.
+
+    Args:
+        argv: arguments after ``fathom serve``.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        StartError: for what keeps the server from starting.
+    """
+    work = plan(argv)
+    checks.check_port(work.host, work.port)
+    checks.check_model(work.model)
+    _stop_on_sigterm()
+    # Before anything imports torchvision; needs PyTorch, so not before the checks above.
+    from fathom.runtime.sglang_host import torchvision_ops
+
+    torchvision_ops.declare()
+    if work.draft is not None:
+        checks.check_draft(work.model, work.draft)
+    print(f"Fathom is loading {work.name} ...", flush=True)
+    if not work.verbose:
+        _hush()
+    _verify_seams()
+    server_args = _server_args(work.engine_flags)
+    checks.refuse_bypass(server_args)
+    return _run(work, server_args)
+
+
+def _hush() -> None:
+    """Drop warnings that tell an operator nothing: of kernels for other machines, of SGLang's own style."""
+    modules = ("awq.awq", "gguf")
+    rules = [f"ignore::UserWarning:sglang.srt.layers.quantization.{module}" for module in modules]
+    os.environ["PYTHONWARNINGS"] = ",".join([*filter(None, [os.environ.get("PYTHONWARNINGS")]), *rules])
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.srt\.layers\.quantization")
+    warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
+
+
+def _verify_seams() -> None:
+    from fathom.runtime.sglang_host import seams
+
+    try:
+        seams.verify("server")
+    except seams.SeamError as error:
+        raise StartError(str(error), checks.SEAM) from None
+
+
+def _server_args(flags: list[str]) -> Any:
+    """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
+    from fathom.runtime.sglang_host import engine_args
+
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return engine_args.build(flags)
+    except SystemExit:
+        lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
+        raise StartError(lines[-1].split("error: ", 1)[-1]) from None
+    except Exception as error:
+        raise StartError(_one_line(error)) from error
+
+
+def _run(work: Plan, server_args: Any) -> int:
+    from fathom.server.app import launch
+
+    def ready() -> None:
+        url = f"http://{work.host}:{work.port}"
+        print(f"Fathom is ready: {url} (model {work.name}, policy {work.face.default.preset})", flush=True)
+
+    try:
+        launch(server_args, work.face, ready, on_engine_failure)
+    except Exception as error:
+        if work.verbose:
+            raise
+        raise _engine_error(error) from error
+    finally:
+        stop_children()
+    return 0
+
+
+def _engine_error(error: Exception) -> StartError:
+    message = _one_line(error)
+    if f"exit code: {checks.SEAM}" in message:
+        return StartError("an engine process refused this SGLang; its reason is above", checks.SEAM)
+    return StartError(message, checks.FAILURE)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _stop_on_sigterm() -> None:
+    """Treat SIGTERM like Ctrl-C until the HTTP server, which has its own way to stop, is up."""
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def stop_children() -> None:
+    """End the processes that this one started."""
+    import psutil
+
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=10)
+
+
+def on_engine_failure(*_: object) -> NoReturn:
+    """SIGQUIT from an engine process that failed while starting: say so and leave."""
+    print(
+        "fathom serve: error: the engine failed to start; its own report is above",
+        file=sys.stderr,
+        flush=True,
+    )
+    stop_children()
+    os._exit(checks.FAILURE)

@@ -1,0 +1,196 @@
+"""SGLang's tokenizer manager, carrying the policy to the scheduler and its account back."""
+
+import copy
+import sys
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
+
+from fathom.runtime.config import Limits, Policy
+from fathom.server.context import CURRENT, Face, RequestContext, public
+from fathom.server.metrics import Account, RequestMetrics, outcome_of
+from fathom.server.routes import OTHER
+
+POLICY_KEY = "fathom"
+"""Member of ``custom_params`` that holds the policy, and of ``customized_info`` that holds the report."""
+
+CACHE_KEY_PREFIX = "fathom/"
+
+
+class FathomTokenizerManager(TokenizerManager):
+    """One per server. Every generation, by whichever route it came, leaves here with a policy."""
+
+    def __init__(self, server_args: Any, port_args: Any, face: Face):
+        self.face = face
+        self.request_metrics: RequestMetrics | None = None
+        super().__init__(server_args, port_args)
+        face.limits = Limits(layers=self.model_config.num_hidden_layers)
+
+    def init_metric_collector_watchdog(self) -> None:
+        super().init_metric_collector_watchdog()
+        if self.enable_metrics:
+            self.request_metrics = RequestMetrics()
+
+    async def generate_request(
+        self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None
+    ) -> AsyncIterator[Any]:
+        """SGLang's generator of outputs, with the policy put in and the reports collected.
+
+        Raises:
+            ValueError: for a cache key in the name space that is reserved for policies.
+        """
+        context = CURRENT.get()
+        if isinstance(obj, GenerateReqInput):
+            apply_policy(obj, context.policy if context else self.face.default)
+        stream = super().generate_request(obj, request)
+        counted = False
+        try:
+            async for output in stream:
+                if context is not None:
+                    if not counted:
+                        context.expected += generations_of(obj)
+                        counted = True
+                    # Before the yield: a caller that does not stream takes one output and never returns.
+                    context.collect(output)
+                yield output
+        finally:
+            await stream.aclose()
+
+    def _init_req_state(self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None) -> None:
+        super()._init_req_state(obj, request)
+        if not isinstance(obj, GenerateReqInput) or self.server_status == ServerStatus.Starting:
+            return  # an embedding, or the server warming itself up
+        context = CURRENT.get() or RequestContext(OTHER, self.face.default, 0.0)
+        for rid in rids_of(obj):
+            state = self.rid_to_state[rid]
+            start = context.received_time or state.time_stats.created_time
+            state.fathom_account = Account(context.route, context.policy.preset, start)
+
+    async def _send_one_request(self, tokenized_obj: Any) -> None:
+        state = self.rid_to_state.get(tokenized_obj.rid)
+        if state is not None and is_prefix_request(tokenized_obj, state.obj):
+            state.fathom_account = None
+        await super()._send_one_request(tokenized_obj)
+
+    def update_request_meta_info(
+        self,
+        meta_info: dict[str, Any],
+        state: ReqState,
+        customized_info: dict[str, Any],
+        index: int,
+        finish_reason: dict[str, Any] | None,
+    ) -> None:
+        others = {key: values for key, values in customized_info.items() if key != POLICY_KEY}
+        super().update_request_meta_info(meta_info, state, others, index, finish_reason)
+        reports = customized_info.get(POLICY_KEY)
+        report = reports[index] if reports and finish_reason is not None else None
+        if report is None:
+            return
+        meta_info[POLICY_KEY] = public(report)
+        if account := account_of(state):
+            account.first_token = report.get("first_token_time")
+
+    def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
+        super().collect_metrics(state, recv_obj, i)
+        account = account_of(state)
+        if not state.finished or account is None:
+            return
+        outcome = outcome_of(recv_obj.finished_reasons[i])
+        self.request_metrics.count(account, outcome)
+        output_tokens = recv_obj.completion_tokens[i]
+        if outcome in ("abort", "error") or output_tokens == 0:
+            return
+        first_token = state.time_stats.first_token_time
+        if not state.obj.stream and account.first_token is not None:
+            # Without streaming, outputs come in groups: only the scheduler saw the first token.
+            first_token = account.first_token
+        end = state.time_stats.finished_time
+        self.request_metrics.observe(account, first_token, end, recv_obj.prompt_tokens[i], output_tokens)
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        self._count_unfinished([recv_obj.rid], outcome_of(recv_obj.finished_reason or {"type": "abort"}))
+        super()._handle_abort_req(recv_obj)
+
+    def _release_req_states_on_failure(self, rids: Iterable[str]) -> None:
+        # Those already sent to the scheduler are counted when it answers the abort.
+        unsent = [rid for rid in rids if rid in self.rid_to_state and not self.rid_to_state[rid].dispatched]
+        outcome = "error" if isinstance(sys.exc_info()[1], Exception) else "abort"
+        self._count_unfinished(unsent, outcome)
+        super()._release_req_states_on_failure(rids)
+
+    def _count_unfinished(self, rids: list[str], outcome: str) -> None:
+        for rid in rids:
+            account = account_of(self.rid_to_state.get(rid))
+            if account is not None and self.request_metrics is not None:
+                self.request_metrics.count(account, outcome)
+
+
+def rids_of(obj: GenerateReqInput) -> list[str]:
+    """The ids of a request; one of the copies that SGLang makes of a batch knows only its own."""
+    return obj.rid if isinstance(obj.rid, list) else [obj.rid]
+
+
+def generations_of(obj: GenerateReqInput | EmbeddingReqInput) -> int:
+    """How many generations a normalized request asks for."""
+    return 1 if obj.is_single else obj.batch_size * getattr(obj, "parallel_sample_num", 1)
+
+
+def account_of(state: ReqState | None) -> Account | None:
+    """The account of a generation that metrics count; None for any other."""
+    counted = state is not None and state.obj.log_metrics
+    return getattr(state, "fathom_account", None) if counted else None
+
+
+def is_prefix_request(tokenized_obj: Any, obj: Any) -> bool:
+    """Whether SGLang made this request itself, to cache the prompt that n > 1 generations share."""
+    sampling = getattr(tokenized_obj, "sampling_params", None)
+    if sampling is None or sampling.max_new_tokens != 0:
+        return False
+    asked = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+    return asked.get("max_new_tokens") != 0
+
+
+def apply_policy(obj: GenerateReqInput, policy: Policy) -> None:
+    """Write the policy into the request's sampling parameters and its cache key.
+
+    Raises:
+        ValueError: for ``custom_params`` that are no object, and for a reserved ``extra_key``.
+    """
+    sampling = obj.sampling_params
+    if isinstance(sampling, list):
+        obj.sampling_params = [_with_policy(item, policy) for item in sampling]
+    else:
+        obj.sampling_params = _with_policy(sampling, policy)
+    if isinstance(obj.extra_key, list):
+        obj.extra_key = [cache_key(key, policy) for key in obj.extra_key]
+    else:
+        obj.extra_key = cache_key(obj.extra_key, policy)
+
+
+def _with_policy(sampling: dict[str, Any] | None, policy: Policy) -> dict[str, Any]:
+    sampling = copy.copy(sampling) or {}
+    custom = sampling.get("custom_params")
+    if custom is not None and not isinstance(custom, dict):
+        raise ValueError("custom_params must be an object")
+    sampling["custom_params"] = {**(custom or {}), POLICY_KEY: policy.to_wire()}
+    return sampling
+
+
+def cache_key(extra_key: str | None, policy: Policy) -> str | None:
+    """The prefix cache's key: KV altered by a policy is never found under another one.
+
+    The exact policy leaves the client's key as it is. Applying one policy twice changes nothing.
+
+    Raises:
+        ValueError: for a key that claims another policy's name space.
+    """
+    name = policy.fingerprint()
+    prefix = "" if name == "exact" else f"{CACHE_KEY_PREFIX}{name}/"
+    reserved = isinstance(extra_key, str) and extra_key.startswith(CACHE_KEY_PREFIX)
+    if reserved and prefix and extra_key.startswith(prefix):
+        return extra_key
+    if reserved:
+        raise ValueError(f'extra_key must not start with "{CACHE_KEY_PREFIX}": it is reserved')
+    return prefix + (extra_key or "") if prefix else extra_key

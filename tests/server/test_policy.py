@@ -1,0 +1,208 @@
+"""The policy: legal values pass, illegal ones are named, the wire and the cache key are faithful."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+from fathom.runtime import config
+from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
+from hypothesis import given
+from hypothesis import strategies as st
+
+ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
+LIMITS = Limits(layers=16, span=4)
+
+
+@pytest.fixture
+def every_mechanism(monkeypatch):
+    monkeypatch.setattr(config, "MECHANISMS", ALL)
+
+
+rates = st.floats(min_value=0, max_value=1, exclude_min=True, allow_nan=False)
+LEGAL = {
+    "preset": st.just("exact"),
+    "prefill_keep_rate": rates | st.just("auto"),
+    "lookahead": st.integers(1, 64),
+    "depth_cutoff": st.sampled_from([4, 8, 12, 16, "full"]),
+    "anchors": st.sampled_from(["bos", "none"]),
+    "tsp_rate": rates,
+    "kv_retention_rate": rates,
+    "retention_policy": st.sampled_from(["saliency", "random"]),
+    "decode": st.sampled_from(["slow_fast", "full"]),
+    "speculative": st.booleans(),
+}
+requests = st.fixed_dictionaries({}, optional=LEGAL)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def test_every_field_has_a_strategy():
+    assert LEGAL.keys() == config.SPECS.keys()
+
+
+@given(requests)
+def test_legal_values_survive_the_wire(request_object):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "MECHANISMS", ALL)
+        policy = parse(request_object, Policy(), LIMITS)
+        wire = json.loads(json.dumps(policy.to_wire()))
+        assert Policy.from_wire(wire) == policy
+        assert all(isinstance(value, str | int | float | bool) for value in wire.values())
+        assert parse({k: v for k, v in wire.items() if k != "preset"}, Policy(), LIMITS) == policy
+
+
+@given(st.sampled_from(sorted(config.SPECS)), json_values)
+def test_any_json_value_is_taken_or_refused_by_name(name, value):
+    try:
+        policy = parse({name: value}, Policy(), LIMITS)
+    except PolicyError as error:
+        assert error.field == name
+        assert str(error).startswith(f"fathom.{name}")
+        assert "must be" in str(error) or "legal:" in str(error) or "nearest:" in str(error)
+    else:
+        assert policy == Policy()
+
+
+@given(st.dictionaries(st.text(max_size=8), json_values, min_size=1, max_size=3))
+def test_any_object_raises_nothing_but_policy_errors(request_object):
+    if request_object.keys() - config.SPECS.keys():
+        with pytest.raises(PolicyError):
+            parse(request_object, Policy(), LIMITS)
+
+
+@given(requests, requests)
+def test_fingerprints_tell_policies_apart(one, other):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "MECHANISMS", ALL)
+        first, second = parse(one, Policy(), LIMITS), parse(other, Policy(), LIMITS)
+        assert (first.fingerprint() == second.fingerprint()) == (first == second)
+        assert len(first.fingerprint()) <= 16
+
+
+@pytest.mark.parametrize(
+    ("request_object", "message"),
+    [
+        ({"prefill_keep_rate": 1.7}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 1.7'),
+        ({"prefill_keep_rate": 0}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 0'),
+        ({"prefill_keep_rate": True}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got true'),
+        ({"lookahead": 65}, "fathom.lookahead must be an integer in [1, 64], got 65"),
+        ({"lookahead": 8.5}, "fathom.lookahead must be an integer in [1, 64], got 8.5"),
+        ({"depth_cutoff": 17}, 'fathom.depth_cutoff must be an integer in [1, 16] or "full", got 17'),
+        ({"anchors": "eos"}, 'fathom.anchors must be one of "bos", "none", got "eos"'),
+        ({"speculative": "yes"}, 'fathom.speculative must be true or false, got "yes"'),
+        ({"preset": "fast"}, 'fathom.preset must be one of "exact", "balanced", "turbo", got "fast"'),
+        ({"preset": None}, 'fathom.preset must be one of "exact", "balanced", "turbo", got null'),
+        ("turbo", 'fathom must be an object, got "turbo"'),
+        ([], "fathom must be an object, got []"),
+    ],
+)
+def test_messages_name_field_value_and_range(request_object, message):
+    with pytest.raises(PolicyError) as caught:
+        parse(request_object, Policy(), LIMITS)
+    assert str(caught.value) == message
+
+
+def test_an_unknown_field_is_answered_with_the_known_ones():
+    with pytest.raises(PolicyError, match=r"fathom\.dept_cutoff is not a policy field; .*depth_cutoff"):
+        parse({"dept_cutoff": 4}, Policy(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("request_object", "mechanism"),
+    [
+        ({"prefill_keep_rate": 0.2}, "SpecPrefill"),
+        ({"prefill_keep_rate": "auto"}, "SpecPrefill"),
+        ({"depth_cutoff": 4}, "SPEED"),
+        ({"tsp_rate": 0.2}, "FastKV"),
+        ({"kv_retention_rate": 0.1}, "FastKV"),
+        ({"decode": "slow_fast"}, "SFI"),
+        ({"speculative": True}, "drafting"),
+    ],
+)
+def test_a_mechanism_must_be_in_the_build(request_object, mechanism, monkeypatch):
+    monkeypatch.setattr(config, "MECHANISMS", ALL - {mechanism})
+    with pytest.raises(PolicyError, match=f"{mechanism} is not available in this build; legal: "):
+        parse(request_object, Policy(), LIMITS)
+    monkeypatch.setattr(config, "MECHANISMS", ALL)
+    assert parse(request_object, Policy(), LIMITS).preset == CUSTOM
+
+
+@pytest.mark.parametrize("name", sorted(set(config.SPECS["preset"].words) - config.PRESETS.keys()))
+def test_a_preset_must_be_in_the_build(name):
+    with pytest.raises(PolicyError, match=rf'fathom\.preset: "{name}" is not available in this build'):
+        parse({"preset": name}, Policy())
+
+
+@pytest.mark.parametrize(
+    "request_object",
+    [
+        None,
+        {},
+        {"preset": "exact"},
+        {"depth_cutoff": "full", "tsp_rate": 1, "kv_retention_rate": 1.0},
+        {"decode": "full", "speculative": False},
+        {"depth_cutoff": 16},
+        {"lookahead": 3, "anchors": "none", "retention_policy": "random"},
+    ],
+)
+def test_what_asks_for_nothing_is_exact(request_object):
+    policy = parse(request_object, Policy(), LIMITS)
+    assert policy == Policy()
+    assert policy.fingerprint() == "exact"
+
+
+def test_a_cutoff_off_the_span_names_the_nearest(every_mechanism):
+    with pytest.raises(PolicyError, match=r"multiple of 4 layers, got 6; nearest: 4, 8"):
+        parse({"depth_cutoff": 6}, Policy(), LIMITS)
+    with pytest.raises(PolicyError, match=r"got 3; nearest: 4$"):
+        parse({"depth_cutoff": 3}, Policy(), LIMITS)
+
+
+def test_a_request_refines_the_servers_default(every_mechanism):
+    default = parse({"depth_cutoff": 8}, Policy(), LIMITS)
+    assert parse({"tsp_rate": 0.5}, default, LIMITS) == replace(default, tsp_rate=0.5)
+    assert parse({"preset": "exact"}, default, LIMITS) == Policy()
+    assert parse({"depth_cutoff": "full"}, default, LIMITS).preset == "exact"
+
+
+@pytest.mark.parametrize("change", [{"extra": 1}, {"lookahead": 0}])
+def test_a_wire_of_another_version_is_refused(change):
+    with pytest.raises(PolicyError):
+        Policy.from_wire(Policy().to_wire() | change)
+    with pytest.raises(PolicyError):
+        Policy.from_wire({"preset": "exact"})
+
+
+@given(st.sampled_from(sorted(config.SPECS)), json_values)
+def test_the_schema_agrees_with_the_validator(name, value):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = config.json_schema()["properties"][name]
+    if isinstance(value, float) and value.is_integer():
+        return  # JSON Schema counts 8.0 as an integer
+    valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+    assert valid == config.SPECS[name].accepts(value, Limits())
+
+
+def test_flags_come_from_the_fields():
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for name, spec in config.SPECS.items():
+        assert "--" + name.replace("_", "-") in text
+        assert " ".join(spec.legal().split()) in text
+    assert config.from_arguments(parser.parse_args([])) == Policy()
+    with pytest.raises(PolicyError, match=r"^--tsp-rate must be in \(0, 1\], got 3.0$"):
+        config.from_arguments(parser.parse_args(["--tsp-rate", "3"]))
+    with pytest.raises(PolicyError, match=r"^--speculative: drafting is not available"):
+        config.from_arguments(parser.parse_args(["--speculative"]))
+
+
+def test_the_description_covers_every_field():
+    described = config.describe(LIMITS)
+    assert described.keys() == config.SPECS.keys()
+    assert described["depth_cutoff"]["legal"] == 'an integer in [1, 16] or "full"'
+    assert not described["depth_cutoff"]["available"] and described["preset"]["available"]
