@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from fathom.server.context import RequestContext
+from fathom.server.errors import clean
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 KEY = "fathom"
@@ -16,6 +17,7 @@ _LAST_EVENTS = {
     MESSAGES: re.compile(rb"\A\s*event: ?message_(delta|stop)\b"),
     RESPONSES: re.compile(rb"\A\s*event: ?response\.(completed|incomplete|failed)\b"),
 }
+_ERROR = re.compile(rb'\A\s*(event: ?error\r?\n)?data: ?\{("type": ?"error", ?)?"error"')
 _DONE = re.compile(rb"\A\s*data: ?\[DONE\]")
 
 
@@ -73,6 +75,8 @@ class EventEcho:
         return b"".join(out)
 
     def _event(self, event: bytes) -> bytes:
+        if _ERROR.match(event):
+            return self._error(event)
         if self.done:
             return event
         if _DONE.match(event):
@@ -84,6 +88,15 @@ class EventEcho:
                 return self._with_answer(event, answer)
         self._last = event
         return event
+
+    @staticmethod
+    def _error(event: bytes) -> bytes:
+        head, mark, payload = event.partition(b"data:")
+        content = orjson.loads(payload)
+        error = content["error"]
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            error["message"] = clean(error["message"])
+        return head + mark + b" " + orjson.dumps(content) + b"\n\n"
 
     def _ends_answer(self, event: bytes) -> bool:
         route = self._context.route

@@ -1,7 +1,9 @@
 """Error answers that name what is wrong and nothing else: no traceback, no file path."""
 
+import re
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -12,6 +14,37 @@ SHOWN_ERRORS = 3
 SHOWN_CHARACTERS = 500
 
 
+# What libraries put into their messages for their own developers.
+_SOURCE_PLACE = re.compile(
+    r"(\[\d\d:\d\d:\d\d\] )?(File )?\"?/?[\w./-]*/[\w.-]+\.(py|cc|cpp|cu|h|rs)\"?(:|, line )\d+:? ?"
+)
+_PYDANTIC_DETAIL = re.compile(r" \[type=[^\n]*\]$|^ *For further information visit \S+$", re.MULTILINE)
+
+
+def clean(message: str) -> str:
+    """An error message on one line, of bounded length, without places in source files."""
+    text = _PYDANTIC_DETAIL.sub("", _SOURCE_PLACE.sub("", message))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    text = "; ".join(dict.fromkeys(lines))
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def rewrite(path: str, status: int, body: bytes) -> bytes:
+    """An error answer of SGLang in the one format of its route. Anything else than an error is left alone.
+
+    SGLang puts the text of an unexpected exception into answers with status 500: it is replaced.
+    """
+    if status == 500:
+        return orjson.dumps(error_body(path, status, FAILED))
+    content = orjson.loads(body)
+    error = content.get("error", content) if isinstance(content, dict) else None
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return body
+    return orjson.dumps(error_body(path, status, clean(error["message"]), error.get("param")))
+
+
 def describe(errors: list[dict[str, Any]]) -> str:
     """Validation errors as ``field: what is wrong``, the first few of them.
 
@@ -20,9 +53,7 @@ def describe(errors: list[dict[str, Any]]) -> str:
     """
     texts = []
     for error in errors:
-        # Alternatives of a union appear in the place under the names of their types: not a field's name.
-        names = [str(part) for part in error.get("loc", ()) if part != "body"]
-        place = ".".join(name for name in names if name.replace("-", "_").isidentifier() or name.isdigit())
+        place = ".".join(name for name in map(str, error.get("loc", ())) if _is_field(name))
         message = str(error.get("msg", "illegal value")).removeprefix("Value error, ")
         texts.append(f"{place}: {message}" if place else message)
     unique = list(dict.fromkeys(texts))
@@ -31,6 +62,12 @@ def describe(errors: list[dict[str, Any]]) -> str:
         text = text[: SHOWN_CHARACTERS - 3] + "..."
     more = len(unique) - SHOWN_ERRORS
     return f"{text} (and {more} more)" if more > 0 else text
+
+
+def _is_field(name: str) -> bool:
+    # Alternatives of a union appear in the place under the names of their types.
+    known = name in ("body", "str", "int", "float", "bool", "dict")
+    return not known and (name.replace("-", "_").isidentifier() or name.isdigit())
 
 
 async def on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:

@@ -13,7 +13,8 @@ import orjson
 from fathom.runtime.config import PolicyError, parse
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
-from fathom.server.routes import FAILED, GENERATION_ROUTES, RESPONSES, error_body, path_of
+from fathom.server.errors import rewrite
+from fathom.server.routes import GENERATION_ROUTES, RESPONSES, error_body, path_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -113,7 +114,8 @@ def take_policy(body: bytes) -> tuple[bytes, Any]:
     """The body without its ``fathom`` member, and that member (None where there is none).
 
     Raises:
-        RequestError: 400 for what is no JSON object, and for a policy in the engine's private field.
+        RequestError: 400 for what is no JSON object, for a policy in the engine's private field, and for a
+            count of generations below one.
     """
     try:
         content = orjson.loads(body)
@@ -122,6 +124,7 @@ def take_policy(body: bytes) -> tuple[bytes, Any]:
     if not isinstance(content, dict):
         raise RequestError(400, "the request body must be a JSON object")
     refuse_private(content)
+    refuse_count(content)
     if "fathom" not in content:
         return body, None
     request = content.pop("fathom")
@@ -136,6 +139,15 @@ def refuse_private(content: dict[str, Any]) -> None:
         if isinstance(custom, dict) and "fathom" in custom:
             message = 'custom_params.fathom is reserved; put the policy in a top-level "fathom" object'
             raise RequestError(400, message, "custom_params.fathom")
+
+
+def refuse_count(content: dict[str, Any]) -> None:
+    """Refuse to make fewer than one generation: SGLang answers that with a message about its insides."""
+    sampling = content.get("sampling_params")
+    for name, holder in (("n", content), ("sampling_params.n", sampling)):
+        count = holder.get("n") if isinstance(holder, dict) else None
+        if isinstance(count, int) and count < 1:
+            raise RequestError(400, f"{name} must be at least 1, got {count}", name)
 
 
 def with_length(scope: Scope, length: int) -> Scope:
@@ -197,7 +209,7 @@ class Answer:
     async def _start(self, message: Message) -> None:
         headers = {name.lower(): value for name, value in message.get("headers", [])}
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        editable = message["status"] in (200, 500) and b"content-encoding" not in headers
+        editable = b"content-encoding" not in headers
         if editable and kind == b"application/json":
             self._held = message
             return
@@ -211,8 +223,8 @@ class Answer:
             return
         start, self._held = self._held, None
         body = b"".join(self._parts)
-        if start["status"] == 500:  # SGLang puts the exception's text there
-            body = orjson.dumps(error_body(self._context.route, 500, FAILED))
+        if start["status"] >= 400:
+            body = rewrite(self._context.route, start["status"], body)
         else:
             if self._remember is not None:
                 self._remember(orjson.loads(body).get("id", ""), self._context)

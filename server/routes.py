@@ -15,7 +15,14 @@ OTHER = "other"  # label of a generation that came in by a route outside this li
 
 FAILED = "internal error; the server's log has the details"
 
-_ANTHROPIC_TYPES = {413: "request_too_large", 404: "not_found_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def path_of(scope: MutableMapping[str, Any]) -> str:
@@ -37,7 +44,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
     """
     server_fault = status >= 500
     if path.startswith(MESSAGES):
-        kind = "api_error" if server_fault else _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if server_fault else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith(RESPONSES) or path == GENERATE:
         kind = "server_error" if server_fault else "invalid_request_error"

@@ -1,6 +1,7 @@
 """SGLang's tokenizer manager, carrying the policy to the scheduler and its account back."""
 
 import copy
+import re
 import sys
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ POLICY_KEY = "fathom"
 """Member of ``custom_params`` that holds the policy, and of ``customized_info`` that holds the report."""
 
 CACHE_KEY_PREFIX = "fathom/"
+
+_UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'")
 
 
 class FathomTokenizerManager(TokenizerManager):
@@ -45,18 +48,34 @@ class FathomTokenizerManager(TokenizerManager):
         if isinstance(obj, GenerateReqInput):
             apply_policy(obj, context.policy if context else self.face.default)
         stream = super().generate_request(obj, request)
-        counted = False
+        first = True
         try:
             async for output in stream:
-                if context is not None:
-                    if not counted:
+                # All before the yield: a caller that does not stream takes one output and never returns.
+                if first:
+                    first = False
+                    self._drop_placeholders(obj)
+                    if context is not None:
                         context.expected += generations_of(obj)
-                        counted = True
-                    # Before the yield: a caller that does not stream takes one output and never returns.
+                if context is not None:
                     context.collect(output)
                 yield output
+        except TypeError as error:
+            # SGLang hands sampling parameters on as keywords, and answers an unknown one with status 500.
+            if found := _UNKNOWN_PARAMETER.search(str(error)):
+                raise ValueError(f"sampling_params.{found[1]} is not a sampling parameter") from error
+            raise
         finally:
             await stream.aclose()
+
+    def _drop_placeholders(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+        """Forget the states that stand for n > 1 generations until each gets its own.
+
+        SGLang leaves n - 1 of them behind, and would wait for them for ever when it is told to stop.
+        """
+        for rid in obj.rid if isinstance(obj.rid, list) else []:
+            if rid in self.rid_to_state and not self.rid_to_state[rid].dispatched:
+                del self.rid_to_state[rid]
 
     def _init_req_state(self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None) -> None:
         super()._init_req_state(obj, request)
@@ -110,21 +129,23 @@ class FathomTokenizerManager(TokenizerManager):
         self.request_metrics.observe(account, first_token, end, recv_obj.prompt_tokens[i], output_tokens)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
-        self._count_unfinished([recv_obj.rid], outcome_of(recv_obj.finished_reason or {"type": "abort"}))
+        reason = recv_obj.finished_reason or {"type": "abort"}
+        self._count_unfinished(self.rid_to_state.get(recv_obj.rid), outcome_of(reason))
         super()._handle_abort_req(recv_obj)
 
     def _release_req_states_on_failure(self, rids: Iterable[str]) -> None:
-        # Those already sent to the scheduler are counted when it answers the abort.
-        unsent = [rid for rid in rids if rid in self.rid_to_state and not self.rid_to_state[rid].dispatched]
-        outcome = "error" if isinstance(sys.exc_info()[1], Exception) else "abort"
-        self._count_unfinished(unsent, outcome)
+        states = [state for rid in rids if (state := self.rid_to_state.get(rid)) is not None]
+        # Once a part was sent to the scheduler, its answer to the abort is what is counted.
+        if not any(state.dispatched for state in states):
+            outcome = "error" if isinstance(sys.exc_info()[1], Exception) else "abort"
+            for state in states:
+                self._count_unfinished(state, outcome)
         super()._release_req_states_on_failure(rids)
 
-    def _count_unfinished(self, rids: list[str], outcome: str) -> None:
-        for rid in rids:
-            account = account_of(self.rid_to_state.get(rid))
-            if account is not None and self.request_metrics is not None:
-                self.request_metrics.count(account, outcome)
+    def _count_unfinished(self, state: ReqState | None, outcome: str) -> None:
+        account = account_of(state)
+        if account is not None and self.request_metrics is not None:
+            self.request_metrics.count(account, outcome)
 
 
 def rids_of(obj: GenerateReqInput) -> list[str]:

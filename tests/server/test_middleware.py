@@ -153,12 +153,46 @@ def test_other_requests_pass_untouched(method, path, client):
     assert reply.json == {"a": 1}
 
 
+STOCK_ERRORS = [
+    {"object": "error", "message": "Bad x.", "type": "400", "param": "x", "code": 400},
+    {"error": {"message": "Bad x.", "type": "BadRequest", "param": "x", "code": 400}},
+    {"error": {"message": "Bad x.", "param": "x"}},
+    {"type": "error", "error": {"type": "BadRequest", "message": "Bad x.", "param": "x"}},
+]
+
+
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
-def test_an_error_of_the_route_passes_but_an_internal_one_tells_nothing(path, client):
-    secret = b'{"message":"File /srv/engine.py line 3"}'
-    assert client((0, secret), status=422).call(path, {}).body == secret
-    reply = client((0, secret), status=500).call(path, {})
-    assert b"engine.py" not in reply.body and b"internal error" in reply.body
+@pytest.mark.parametrize("error", STOCK_ERRORS)
+def test_every_error_of_a_route_has_the_routes_one_format(path, error, client):
+    reply = client((0, json.dumps(error).encode()), status=400).call(path, {})
+    assert reply.status == 400
+    assert message_of(path, reply.json) == "Bad x."
+    assert path == MESSAGES or "x" in (reply.json.get("param"), reply.json.get("error", {}).get("param"))
+
+
+@pytest.mark.parametrize("path", GENERATION_ROUTES)
+def test_an_internal_error_tells_nothing(path, client):
+    reply = client((0, b'{"message":"no attribute foo"}'), status=500).call(path, {})
+    assert reply.status == 500
+    assert b"foo" not in reply.body and b"internal error" in reply.body
+
+
+@pytest.mark.parametrize("path", GENERATION_ROUTES)
+@pytest.mark.parametrize("body", [{"n": 0}, {"sampling_params": {"n": -1}}])
+def test_fewer_than_one_generation_is_refused(path, body, client):
+    reply = client((0, b"{}")).call(path, body)
+    assert reply.status == 400
+    assert "n must be at least 1, got " in message_of(path, reply.json)
+
+
+def test_an_error_inside_a_stream_shows_no_source(client):
+    async def script():
+        yield b'data: {"error":{"message":"[13:26:58] /project/cpp/grammar.cc:29: bad schema\\n"}}\n\n'
+        yield b'event: error\ndata: {"type":"error","error":{"message":"File \\"/b.py\\", line 3: bad"}}\n\n'
+
+    first, second = client(script).call(MESSAGES, {}).events
+    assert first == {"error": {"message": "bad schema"}}
+    assert second == {"type": "error", "error": {"message": "bad"}}
 
 
 def test_several_generations_are_summed(client, fathom_object):
@@ -358,15 +392,15 @@ def test_requests_in_parallel_keep_their_own_policy(client, fathom_object):
     async def app(scope, receive, send):
         body = json.loads((await receive())["body"])
         before = CURRENT.get()
-        await asyncio.sleep(0.01 * body["n"])
+        await asyncio.sleep(0.01 * body["number"])
         assert CURRENT.get() is before
-        seen[body["n"]] = before
+        seen[body["number"]] = before
 
     caller = client((0, b"{}"))
     caller.app._app = app
 
     async def one(n):
-        raw = json.dumps({"n": n}).encode()
+        raw = json.dumps({"number": n}).encode()
 
         async def receive():
             return {"type": "http.request", "body": raw}

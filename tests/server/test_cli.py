@@ -1,0 +1,226 @@
+"""The command line: every mistake is one line and an exit code, and nothing heavy is loaded to say so."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from fathom.runtime.sglang_host import torchvision_ops
+from fathom.server import checks, cli, serve
+from fathom.server.checks import StartError
+
+
+def fathom(*arguments, **environment):
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "fathom.server.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | environment,
+    )
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that passes for a model until it is loaded."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_tokenizer(folder, words):
+    """A model folder with a word-level tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    Tokenizer(WordLevel(dict(words), unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"})
+    )
+    return folder
+
+
+MISTAKES = [
+    (["serve"], 2, "give a model"),
+    (["serve", "/no/such/model"], 2, "/no/such/model: no such folder or file"),
+    (["serve", "no-such-model"], 2, "no-such-model: no such folder or file"),
+    (["serve", "--demo", "--model-path", "x"], 2, "give only one model"),
+    (["serve", "x", "--port", "http"], 2, "--port: invalid int value: 'http'"),
+    (["serve", "x", "--port", "0"], 2, "--port must be in [1, 65535], got 0"),
+    (["serve", "x", "--max-body-mib", "0"], 2, "--max-body-mib must be at least 1, got 0"),
+    (
+        ["serve", "x", "--preset", "fast"],
+        2,
+        '--preset must be one of "exact", "balanced", "turbo", got "fast"',
+    ),
+    (
+        ["serve", "x", "--preset", "turbo"],
+        2,
+        '--preset: "turbo" is not available in this build; legal: "exact"',
+    ),
+    (["serve", "x", "--depth-cutoff", "8"], 2, "--depth-cutoff: SPEED is not available in this build"),
+    (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
+    (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
+    (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
+    (["serve", "x", "--smg-grpc-mode"], 2, "--smg-grpc-mode is not supported: "),
+    (["serve", "x", "--grpc-port", "5"], 2, "--grpc-port 5 is not supported: "),
+    (["serve", "x", "--enable-http2"], 2, "--enable-http2 is not supported: "),
+    (
+        ["serve", "x", "--disaggregation-mode", "prefill"],
+        2,
+        "--disaggregation-mode prefill is not supported: ",
+    ),
+    (
+        ["serve", "x", "--speculative-algorithm", "EAGLE"],
+        2,
+        "--speculative-algorithm EAGLE is not supported: ",
+    ),
+    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, version"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_one_line(arguments, code, message, capsys):
+    try:
+        result = cli.main(arguments)
+    except SystemExit as stop:
+        result = stop.code
+    shown = capsys.readouterr()
+    assert result == code
+    assert message in shown.err and shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_a_mistake_costs_no_import_of_the_engine():
+    heavy = "import sys; from fathom.server import cli; code = cli.main(['serve', '/no/such']); "
+    check = "assert code == 2; assert not {'torch', 'sglang', 'transformers', 'fastapi'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", heavy + check], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_version(capsys):
+    assert cli.main([]) == cli.main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert cli.main(["version"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.split()[0] for line in lines if line] == ["fathom", "sglang", "torch", "python"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", "--help"])
+    assert stop.value.code == 0
+    assert "--prefill-keep-rate" in capsys.readouterr().out
+
+
+def test_the_environment_must_not_bypass_us(capsys, monkeypatch):
+    for name in checks.REFUSED_ENVIRONMENT:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert cli.main(["serve", "x"]) == 2
+            assert f"the environment variable {name} is not supported" in capsys.readouterr().err
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "false")
+    assert cli.main(["serve", "/no/such"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded(model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        start = time.perf_counter()
+        done = fathom("serve", model, "--port", port)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"fathom serve: error: port {port} on 127.0.0.1 is already in use; choose another one with --port\n"
+    )
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_an_address_of_another_machine(host):
+    with pytest.raises(StartError, match=r"is not an address of this machine|cannot listen on"):
+        checks.check_port(host, 31234)
+
+
+def test_a_folder_that_is_no_model(tmp_path, model):
+    with pytest.raises(StartError, match=r"the folder has no config\.json"):
+        checks.check_model(str(tmp_path))
+    (model / "config.json").write_text("{")
+    with pytest.raises(StartError, match=r"its config\.json is not valid JSON"):
+        checks.check_model(str(model))
+
+
+def test_a_repository_is_looked_up(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(StartError, match=r"no such folder, and "):
+        checks.check_model("fathom-no-such-owner/no-such-model")
+
+
+WORDS = {"<unk>": 0, "a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"<unk>": 0, "a": 1}, "the target has 3 tokens, the draft 2"),
+        ({"<unk>": 0, "a": 2, "b": 1}, "token 'a' is id 1 in the target and id 2 in the draft"),
+        ({"<unk>": 0, "a": 1, "c": 2}, "token 'b' is id 2 in the target and absent in the draft"),
+        (WORDS, "this build cannot draft; start without a draft model"),
+    ],
+)
+def test_a_draft_model_is_refused_for_what_is_wrong_with_it(draft, message, tmp_path):
+    torchvision_ops.declare()
+    target = write_tokenizer(tmp_path / "target", WORDS)
+    other = write_tokenizer(tmp_path / "draft", draft)
+    with pytest.raises(StartError, match=message) as caught:
+        checks.check_draft(str(target), str(other))
+    assert ("share the target's vocabulary" in str(caught.value)) == (draft != WORDS)
+    assert caught.value.code == 2
+
+
+def test_the_draft_is_refused_by_the_command(tmp_path):
+    target = write_tokenizer(tmp_path / "target", WORDS)
+    other = write_tokenizer(tmp_path / "draft", {"<unk>": 0, "x": 1})
+    done = fathom("serve", target, "--port", free_port(), "--draft-model-path", other)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "the target has 3 tokens, the draft 2" in done.stderr
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_an_unknown_option_is_named_without_pages_of_usage(model):
+    done = fathom("serve", model, "--port", free_port(), "--no-such-option")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "fathom serve: error: unrecognized arguments: --no-such-option"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded(model):
+    done = fathom("serve", model, "--port", free_port())
+    assert done.returncode in (1, 2)
+    assert done.stderr.splitlines()[-1].startswith("fathom serve: error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_options_are_split_between_us_and_the_engine(model):
+    work = serve.plan(
+        [str(model), "--tp-size", "2", "--prefill-keep-rate", "1", "--port", "31000", "--max-body-mib", "2"]
+    )
+    assert work.engine_flags[:6] == ["--model-path", str(model), "--host", "127.0.0.1", "--port", "31000"]
+    assert "--tp-size" in work.engine_flags and "--prefill-keep-rate" not in work.engine_flags
+    assert "--enable-metrics" in work.engine_flags
+    assert work.face.max_body_bytes == 2 << 20
+    assert work.name == str(model)
+    named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
+    assert named.name == "m"
+    assert named.engine_flags.count("--enable-metrics") == 1
+    assert "warning" not in named.engine_flags

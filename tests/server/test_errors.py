@@ -1,0 +1,78 @@
+"""Error texts and the handlers of SGLang's application."""
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from fathom.server import errors
+from fathom.server.errors import clean, describe
+from pydantic import BaseModel
+
+
+class Body(BaseModel):
+    model: str
+    prompt: str | list[int]
+
+
+@pytest.fixture
+def app():
+    result = FastAPI()
+    errors.install(result)
+
+    @result.post("/v1/embeddings")
+    @result.post("/v1/messages/count_tokens")
+    async def answer(body: Body):
+        raise RuntimeError("secret /srv/engine.py")
+
+    return TestClient(result, raise_server_exceptions=False)
+
+
+def test_validation_errors_are_short_and_name_the_fields(app):
+    reply = app.post("/v1/embeddings", json={"prompt": {}})
+    assert reply.status_code == 400
+    body = reply.json()
+    assert body["object"] == "error" and body["code"] == 400 and body["type"] == "BadRequestError"
+    assert body["message"].startswith("model: Field required; prompt: Input should be a valid string")
+    for leak in (".py", "File", "Traceback", "list[int]", ".str"):
+        assert leak not in body["message"]
+
+
+def test_malformed_json_outside_the_generation_routes(app):
+    reply = app.post("/v1/embeddings", content=b'{"bad', headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert "JSON decode error" in reply.json()["message"]
+
+
+def test_the_anthropic_envelope(app):
+    body = app.post("/v1/messages/count_tokens", json={}).json()
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+
+
+def test_an_exception_is_not_shown(app):
+    reply = app.post("/v1/embeddings", json={"model": "m", "prompt": "p"})
+    assert reply.status_code == 500
+    assert "secret" not in reply.text and "internal error" in reply.json()["message"]
+
+
+def test_many_errors_are_counted():
+    found = [{"loc": ("body", f"f{n}"), "msg": "Value error, bad"} for n in range(5)]
+    assert describe(found) == "f0: bad; f1: bad; f2: bad (and 2 more)"
+    assert describe([]) == "illegal request"
+    assert len(describe([{"loc": ("a",), "msg": "x" * 2000}])) == errors.SHOWN_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[13:26:58] /project/cpp/converter.cc:2999: Unsupported type\n", "Unsupported type"),
+        ('File "/usr/lib/x.py", line 3: boom', "boom"),
+        (
+            "n\na.0\n  bad [type=t, input_value={}]\n    For further information visit https://e/v",
+            "n; a.0; bad",
+        ),
+        ("and/or 3/4, see https://a.b/c.html", "and/or 3/4, see https://a.b/c.html"),
+        ("The model 'org/name' does not exist", "The model 'org/name' does not exist"),
+        ("x" * 600, "x" * 497 + "..."),
+    ],
+)
+def test_cleaning(message, expected):
+    assert clean(message) == expected
