@@ -1,0 +1,159 @@
+"""The command line of `fathom bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fathom.benchmarks import vllm_env
+from fathom.benchmarks.measure import Cell, Settings
+from fathom.benchmarks.model import BENCH, TINY, Shape
+from fathom.benchmarks.variants import KNOWN, Variant, with_body
+
+SLACK = 64
+"""Tokens of context and KV beside prompt and output, per request."""
+
+
+def token_count(text: str) -> int:
+    """`8192` or `8k`."""
+    number = int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: not a positive number")
+    return number
+
+
+def _counts(text: str) -> list[int]:
+    return [token_count(part) for part in text.split(",")]
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: not in [0, 1)")
+    return value
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def _policy(text: str) -> Variant:
+    name, value = _assignment(text)
+    try:
+        policy = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
+    if name in KNOWN or not isinstance(policy, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a new name and a JSON object")
+    return with_body(name, policy)
+
+
+def _add_compared(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("what is compared")
+    known = ", ".join(KNOWN)
+    group.add_argument(
+        "--variants", default="sglang,fathom", metavar="NAME,NAME", help=f"of {known} (default: %(default)s)"
+    )
+    group.add_argument(
+        "--peer", choices=["vllm"], help="compare with this too; its environment is made at the first use"
+    )
+    group.add_argument(
+        "--policy",
+        type=_policy,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a further Fathom server, called NAME, whose requests carry this `fathom` object; repeatable",
+    )
+    group.add_argument(
+        "--server-flags",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="NAME=FLAGS",
+        help="further flags for the server called NAME; repeatable",
+    )
+
+
+def _add_grid(p: argparse.ArgumentParser) -> None:
+    group, own = p.add_argument_group("what is measured"), Settings()
+    add = group.add_argument
+    add(
+        "--prompts",
+        type=_counts,
+        default="1k,2k,4k,8k",
+        metavar="N,N",
+        help="in tokens (default: %(default)s)",
+    )
+    add(
+        "--batches",
+        type=_counts,
+        default="1,4",
+        metavar="N,N",
+        help="requests at once (default: %(default)s)",
+    )
+    add("--output", type=int, default=own.output, help="output tokens per request (default: %(default)s)")
+    add("--rounds", type=int, default=own.rounds, help="counted turns of each server (default: %(default)s)")
+    add("--warmups", type=int, default=own.warmups, help="uncounted turns before (default: %(default)s)")
+    add("--shared-prefix", type=_share, default=0.0, help="share of a prompt already cached (default: 0)")
+    add("--dtype", choices=["bfloat16", "float32"], default=BENCH.dtype, help="default: %(default)s")
+    add("--seed", type=int, default=own.seed, help="of weights and prompts (default: %(default)s)")
+    add("--quick", action="store_true", help="tiny model, 64-token prompts: a check, not a measurement")
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("how it runs").add_argument
+    own = Settings()
+    add("--limit", type=float, default=own.limit, help="seconds a request may take (default: %(default)g)")
+    add("--start-limit", type=float, default=300.0, help="seconds a start may take (default: %(default)g)")
+    add("--cache", type=Path, default=Path(".bench"), help="generated models and logs (default: %(default)s)")
+    add("--vllm-env", type=Path, default=vllm_env.DEFAULT_FOLDER, help="default: %(default)s")
+    add("--name", help="in the result's file name (default: the variants)")
+    add("--out", type=Path, help="JSON to write (default: DATE-NAME.json in benchmarks/results, or here)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag with its default."""
+    p = argparse.ArgumentParser(
+        prog="fathom bench",
+        description="Measures Fathom, stock SGLang and optionally vLLM on one generated model, over HTTP, in "
+        "alternation; prints medians, spread and ratios and writes every sample as JSON.",
+    )
+    _add_compared(p)
+    _add_grid(p)
+    _add_run(p)
+    return p
+
+
+def plan(args: argparse.Namespace) -> tuple[Shape, list[Cell], Settings]:
+    """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured."""
+    names = ("output", "rounds", "warmups", "shared_prefix", "seed", "limit")
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    shape = replace(TINY if args.quick else BENCH, dtype=args.dtype, seed=args.seed)
+    prompts, batches = args.prompts, args.batches
+    if args.quick:
+        settings, prompts, batches = replace(settings, output=8, rounds=2), [64], [1, 2]
+    if settings.output < 2 or settings.rounds < 1:
+        raise ValueError("--output must be at least 2 (TPOT needs a second token), --rounds at least 1")
+    if (longest := max(prompts) + settings.output + SLACK) > shape.max_position:
+        raise ValueError(f"{longest} tokens are more than the model's {shape.max_position} positions")
+    return shape, [Cell(prompt, batch) for prompt in prompts for batch in batches], settings
+
+
+@dataclass(frozen=True)
+class Room:
+    """Tokens that every server is started with: per request, and in its KV pool."""
+
+    context: int
+    kv_tokens: int
+
+
+def room(cells: list[Cell], settings: Settings) -> Room:
+    """Twice the largest cell: its own tokens and as many cached ones."""
+    each = max(cell.prompt for cell in cells) + settings.output + SLACK
+    return Room(each, 2 * each * max(cell.batch for cell in cells))

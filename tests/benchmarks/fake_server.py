@@ -1,0 +1,77 @@
+"""A server with known delays that speaks the routes which the bench uses. Run as a process of its own.
+
+python fake_server.py ENGINE --port N [--first S] [--each S] [--lie WHAT]
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+parser = argparse.ArgumentParser()
+parser.add_argument("engine", choices=["sglang", "fathom"])
+parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--first", type=float, default=0.0)
+parser.add_argument("--each", type=float, default=0.0)
+parser.add_argument("--lie", default="")
+args = parser.parse_args()
+
+SCHEDULER = "sglang.Scheduler" if args.lie == "stock scheduler" else "fathom.runtime.host.FathomScheduler"
+served = 0
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+
+
+async def health(request):
+    return PlainTextResponse("")
+
+
+async def server_info(request):
+    return JSONResponse({"version": "0.5.20", "attention_backend": "torch_native", "secret": 1})
+
+
+async def fathom_info(request):
+    requests = 0 if args.lie == "idle worker" else served
+    engine = {"scheduler": SCHEDULER, "worker": "fathom.runtime.host.W", "steps": {"requests": requests}}
+    return JSONResponse({"engine": [engine], "policy": {}, "versions": {}})
+
+
+def report(body):
+    """Half of the prompt is kept when a policy asks for anything."""
+    n = len(body["prompt"])
+    kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
+    tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
+    return {**tokens, "fast_steps": 0, "draft_tokens": 0}
+
+
+async def stream(body):
+    count = body["max_tokens"]
+    for i in range(count):
+        await asyncio.sleep(args.each if i else args.first)
+        ends = args.engine == "fathom" and i == count - 1 and args.lie != "no report"
+        last = {"fathom": report(body)} if ends else {}
+        yield f"data: {json.dumps({'choices': [{'text': f' w{i}'}], **last})}\n\n"
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+    yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+
+
+async def completions(request):
+    global served
+    served += 1
+    print("asked", flush=True)
+    return StreamingResponse(stream(await request.json()), media_type="text/event-stream")
+
+
+routes = [
+    Route("/health", health),
+    Route("/server_info", server_info),
+    Route("/v1/completions", completions, methods=["POST"]),
+]
+if args.engine == "fathom":
+    routes.append(Route("/fathom/info", fathom_info))
+uvicorn.run(Starlette(routes=routes), port=args.port, log_level="error")

@@ -1,0 +1,209 @@
+"""Whole runs of the command against fake servers of known speed: what they measure, prove and leave."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fathom.benchmarks import cli, measure, report, variants
+
+FAKE = str(Path(__file__).with_name("fake_server.py"))
+STOCK_FIRST, FATHOM_FIRST = 0.20, 0.10
+STOCK_EACH, FATHOM_EACH = 0.04, 0.02
+
+
+def fake(variant, first, each, *flags):
+    speed = ("--first", str(first), "--each", str(each))
+    command = (sys.executable, FAKE, variant.engine, "--port", "{port}", *speed, *flags)
+    return replace(variant, command=command)
+
+
+def use_fakes(monkeypatch, *fathom_flags):
+    stock = fake(variants.SGLANG, STOCK_FIRST, STOCK_EACH)
+    fathom = fake(variants.FATHOM, FATHOM_FIRST, FATHOM_EACH, *fathom_flags)
+    monkeypatch.setattr(variants, "FATHOM", fathom)
+    monkeypatch.setattr(cli, "KNOWN", {"sglang": stock, "fathom": fathom})
+
+
+def leftovers():
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if FAKE in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def bench(tmp_path, *flags):
+    out = tmp_path / "out.json"
+    code = cli.main(["--quick", "--cache", str(tmp_path / "cache"), "--out", str(out), *flags])
+    return code, json.loads(out.read_text()) if out.exists() else None
+
+
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_fakes(monkeypatch)
+        code, result = bench(tmp_path_factory.mktemp("run"), "--seed", "3")
+    assert code == 0
+    return result
+
+
+def test_ratios_and_times_are_those_of_the_servers(dense_run):
+    for cell in dense_run["cells"]:
+        times, ratios = cell["summary"], cell["ratios"]["sglang/fathom"]
+        assert STOCK_FIRST <= times["sglang"]["ttft"]["median"] < STOCK_FIRST + 0.15
+        assert FATHOM_EACH * 0.9 <= times["fathom"]["tpot"]["median"] < FATHOM_EACH + 0.02
+        for metric in measure.METRICS:
+            taken = {(turn["variant"], turn["round"]): turn[metric] for turn in cell["turns"]}
+            by_round = [taken["sglang", i] / taken["fathom", i] for i in (0, 1)]
+            assert ratios[metric]["median"] == pytest.approx(sum(by_round) / 2)
+            assert 1 < ratios[metric]["median"] < 3
+        same = cell["same_text"]["sglang/fathom"]
+        assert same["equal"] == same["requests"] == 2 * cell["batch"]
+
+
+def test_every_round_alternates_and_every_sample_is_kept(dense_run):
+    assert [(cell["prompt_tokens"], cell["batch"]) for cell in dense_run["cells"]] == [(64, 1), (64, 2)]
+    for cell in dense_run["cells"]:
+        taken = [(turn["round"], turn["variant"]) for turn in cell["turns"]]
+        assert taken == [(0, "sglang"), (0, "fathom"), (1, "fathom"), (1, "sglang")]
+        for turn in cell["turns"]:
+            assert len(turn["requests"]) == cell["batch"]
+            assert turn["pss_peak"] > 10 << 20
+            assert {r["output_tokens"] for r in turn["requests"]} == {cell["output_tokens"]} == {8}
+
+
+def test_the_report_says_what_was_measured_and_where(dense_run):
+    assert dense_run["schema"] == report.SCHEMA
+    assert dense_run["command"].startswith("fathom bench --quick --cache ")
+    assert set(dense_run["hardware"]) == {"cpu", "cores", "memory", "system", "load_average"}
+    assert {"fathom", "sglang", "torch"} <= {
+        name for name, version in dense_run["versions"].items() if version
+    }
+    assert dense_run["model"]["layers"] == 2 and dense_run["model"]["seed"] == 3
+    assert dense_run["settings"]["rounds"] == 2
+    stock, fathom = dense_run["variants"]
+    assert stock["identity"] == {"version": "0.5.20", "attention_backend": "torch_native"}
+    assert fathom["identity"]["engine"][0]["scheduler"] == "fathom.runtime.host.FathomScheduler"
+    assert stock["startup_seconds"] > 0 and FAKE in stock["command"]
+    assert 0 <= dense_run["foreign_cpu"]["median"] <= 1
+
+
+def test_the_table_shows_each_server_and_each_pair(dense_run):
+    lines = report.table(dense_run).splitlines()
+    cells = [[item.strip() for item in line.strip("|").split("|")] for line in lines]
+    assert [row[:3] for row in cells if row[0] == "64"] == [
+        ["64", "1", "sglang"],
+        ["64", "1", "fathom"],
+        ["64", "2", "sglang"],
+        ["64", "2", "fathom"],
+        ["64", "1", "sglang/fathom"],
+        ["64", "2", "sglang/fathom"],
+    ]
+    quiet = {**dense_run, "foreign_cpu": {"median": 0.01, "max": 0.02}}
+    busy = {**dense_run, "foreign_cpu": {"median": 0.5, "max": 0.9}}
+    assert len(report.notes(quiet)) == 1
+    assert "50%" in report.notes(busy)[1] and "Do not quote" in report.notes(busy)[1]
+
+
+def test_a_policy_is_a_further_server(tmp_path, monkeypatch):
+    use_fakes(monkeypatch)
+    code, result = bench(tmp_path, "--policy", 'half={"depth_cutoff": 8}', "--variants", "fathom")
+    assert code == 0
+    assert [variant["name"] for variant in result["variants"]] == ["fathom", "half"]
+    kept = {
+        turn["variant"]: turn["requests"][0]["fathom"]["kept_tokens"] for turn in result["cells"][0]["turns"]
+    }
+    assert kept == {"fathom": 64, "half": 32}
+
+
+@pytest.mark.parametrize(
+    ("lie", "flags", "message"),
+    [
+        ("stock scheduler", [], "does not run Fathom's own"),
+        ("no report", [], "without the fathom object"),
+        ("silent fallback", ["--policy", 'half={"depth_cutoff": 8}'], "was served dense"),
+        ("idle worker", [], "its worker saw 0 of"),
+    ],
+)
+def test_a_run_that_proves_nothing_writes_nothing(tmp_path, monkeypatch, capsys, lie, flags, message):
+    use_fakes(monkeypatch, "--lie", lie)
+    code, result = bench(tmp_path, "--variants", "fathom", "--warmups", "0", *flags)
+    assert (code, result) == (1, None)
+    assert message in capsys.readouterr().err
+    assert leftovers() == []
+
+
+def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, monkeypatch, capsys):
+    use_fakes(monkeypatch, "--no-such-flag")
+    assert bench(tmp_path) == (1, None)
+    error = capsys.readouterr().err
+    assert "fathom ended at start (2)" in error and "--no-such-flag" in error
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--variants", "nobody"], "unknown variant 'nobody'"),
+        (["--output", "1"], "--output must be at least 2"),
+        (["--prompts", "64k"], "more than the model's 65536 positions"),
+        (["--server-flags", "vllm=--x"], "the servers of this run are"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags, message):
+    assert cli.main(flags) == 2
+    assert message in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+from fathom.benchmarks import cli, variants
+slow = (sys.executable, {fake!r}, "sglang", "--port", "{{port}}", "--first", "60")
+cli.KNOWN = {{"sglang": replace(variants.SGLANG, command=slow)}}
+flags = ["--quick", "--variants", "sglang", "--cache", {cache!r}, "--out", {cache!r} + "/out.json"]
+sys.exit(cli.main(flags))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_no_server_outlives_the_bench(tmp_path, number, code):
+    script = SCRIPT.format(fake=FAKE, cache=str(tmp_path))
+    run = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    try:
+        log = tmp_path / "logs" / "sglang.log"
+        while not (log.exists() and "asked" in log.read_text()):
+            assert run.poll() is None
+            time.sleep(0.1)
+        servers = leftovers()
+        assert servers
+        run.send_signal(number)
+        assert run.wait(30) == code
+        psutil.wait_procs(servers, timeout=10)
+        assert leftovers() == []
+        assert not (tmp_path / "out.json").exists()
+    finally:
+        run.kill()
+
+
+def test_prompts_are_new_each_round_and_the_same_for_each_server():
+    settings = measure.Settings(shared_prefix=0.75, seed=1)
+    cell = measure.Cell(prompt=100, batch=2)
+    prefix, prompts = measure.make_prompts(cell, settings, 512, 0)
+    assert (prefix, prompts) == measure.make_prompts(cell, settings, 512, 0)
+    assert len(prefix) == 75 and [prompt[:75] for prompt in prompts] == [prefix, prefix]
+    assert {len(prompt) for prompt in prompts} == {100} and prompts[0] != prompts[1]
+    assert all(3 <= token < 512 for prompt in prompts for token in prompt)
+    other_prefix, others = measure.make_prompts(cell, settings, 512, 1)
+    assert other_prefix != prefix and not any(prompt in others for prompt in prompts)
+    assert measure.make_prompts(cell, measure.Settings(), 512, 0)[0] == []
