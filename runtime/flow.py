@@ -1,0 +1,28 @@
+"""READ FIRST. One engine step, one call per stage, in the order a request meets them.
+
+The scheduler decides *which* requests run; this file is what happens to them in one step. A stage works on the
+whole batch. The engine behind the stages is :class:`StepHost`, implemented by ``sglang_host/worker.py``.
+"""
+
+from typing import Any, Protocol
+
+
+class StepHost(Protocol):
+    """What a step needs from the engine. ``batch`` and the result are the engine's own types."""
+
+    def open_accounts(self, batch: Any) -> list[Any]:
+        """The account of each request in the batch, with the policy the request came with."""
+
+    def forward(self, batch: Any, **options: Any) -> Any:
+        """Run the batch through all layers and sample: the dense path."""
+
+    def close_accounts(self, batch: Any, accounts: list[Any]) -> None:
+        """Write down what this step computed for each request."""
+
+
+def step(host: StepHost, batch: Any, **options: Any) -> Any:
+    """Run one scheduled batch (prefill chunk, decode step, or a mix) and return the engine's result."""
+    accounts = host.open_accounts(batch)
+    result = host.forward(batch, **options)
+    host.close_accounts(batch, accounts)
+    return result

@@ -1,0 +1,92 @@
+"""What was done for each request: the source of the answer's ``fathom`` object.
+
+The account of a request lives exactly as long as the engine's own request object (weak keys), so an abort or a
+crash in any stage cannot leak one.
+"""
+
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Account:
+    """Counters of one request; tokens unless said otherwise."""
+
+    policy: dict[str, Any] = field(default_factory=dict)
+    prefill_tokens: int = 0  # prompt tokens computed by the target, re-prefills after a retraction included
+    prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
+    decode_steps: int = 0
+    kv_tokens: int = 0  # KV slots held when last seen
+    first_token_time: float | None = None  # time.perf_counter() in seconds
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Size of the target's KV cache."""
+
+    layers: int
+    bytes_per_token: int  # all layers, keys and values
+
+
+class RequestLedger:
+    """Accounts of the requests that are alive in this engine process."""
+
+    def __init__(self, kv_shape: KvShape) -> None:
+        self.kv_shape = kv_shape
+        self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0}
+        self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def open(self, request: Any, policy: dict[str, Any]) -> Account:
+        """The request's account, opened at first sight."""
+        account = self._accounts.get(request)
+        if account is None:
+            account = self._accounts[request] = Account(policy=policy)
+            self.totals["requests"] += 1
+        return account
+
+    def prefilled(self, account: Account, tokens: int, kv_tokens: int) -> None:
+        """One engine step computed ``tokens`` prompt tokens of the request."""
+        account.prefill_tokens += tokens
+        account.prefill_steps += 1
+        account.kv_tokens = kv_tokens
+        self.totals["prefill_tokens"] += tokens
+        self.totals["prefill_steps"] += 1
+
+    def decoded(self, account: Account, kv_tokens: int) -> None:
+        """One engine step computed one generated token of the request."""
+        account.decode_steps += 1
+        account.kv_tokens = kv_tokens
+        self.totals["decode_steps"] += 1
+
+    def first_token(self, request: Any) -> None:
+        """Stamp the time of the request's first output token, once."""
+        account = self._accounts.get(request)
+        if account is not None and account.first_token_time is None:
+            account.first_token_time = time.perf_counter()
+
+    def report(self, request: Any, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+        """The finished request's ``fathom`` object (JSON-safe)."""
+        account = self._accounts.get(request)
+        if account is None:  # aborted before its first step
+            account = Account()
+        kv_bytes = account.kv_tokens * self.kv_shape.bytes_per_token
+        return {
+            "policy": account.policy,
+            "prompt_tokens": prompt_tokens,
+            "kept_tokens": prompt_tokens,
+            "cached_tokens": cached_tokens,
+            "prefill_steps": account.prefill_steps,
+            "decode_steps": account.decode_steps,
+            "slow_steps": account.decode_steps,
+            "fast_steps": 0,
+            "draft_tokens": 0,
+            "accepted_tokens": 0,
+            "kv_bytes": kv_bytes,
+            "kv_bytes_dense": kv_bytes,
+            "first_token_time": account.first_token_time,
+        }

@@ -1,0 +1,94 @@
+"""SGLang's server arguments with the defaults that suit a machine without a GPU."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+    from transformers import PretrainedConfig
+
+CPU_FLAGS = {
+    "--device": "cpu",
+    # The slot of our own backend on a CPU: see cpu_attention.py.
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    # Nothing overlaps on a CPU: the same cores would run both halves, one step later.
+    "--disable-overlap-schedule": None,
+    # An idle scheduler would otherwise poll on a core of its own.
+    "--sleep-on-idle": None,
+    "--chunked-prefill-size": "2048",
+    "--mem-fraction-static": "0.5",
+}
+
+# The pool is the host's memory, written to when it is made: take what can be used, not half of the machine.
+CPU_KV_BYTES = 4 << 30
+CPU_KV_CONTEXTS = 16  # requests of full context length
+
+
+def with_cpu_defaults(argv: list[str]) -> list[str]:
+    """``argv`` with each CPU default that it does not set itself."""
+    given = {arg.split("=", 1)[0] for arg in argv}
+    result = list(argv)
+    for flag, value in CPU_FLAGS.items():
+        if flag not in given:
+            result += [flag] if value is None else [flag, value]
+    return result
+
+
+def cpu_pool_tokens(config: "PretrainedConfig", dtype_bytes: int, context_length: int | None) -> int:
+    """Size of the KV pool on a CPU in tokens: 4 GiB, or 16 contexts where that is less.
+
+    Args:
+        config: the model's Hugging Face configuration.
+        dtype_bytes: size of one element of the KV cache.
+        context_length: the operator's limit, if any.
+    """
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * kv_heads * head_dim * dtype_bytes
+    context = context_length or text.max_position_embeddings
+    return min(CPU_KV_BYTES // per_token, CPU_KV_CONTEXTS * context)
+
+
+def _limit_cpu_pool(argv: list[str]) -> list[str]:
+    """Set ``--max-total-tokens`` unless the operator did; leave an unreadable model for SGLang to report."""
+    from transformers import AutoConfig
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag, kind in {"--model-path": str, "--context-length": int, "--max-total-tokens": int}.items():
+        parser.add_argument(flag, type=kind)
+    for flag in ("--dtype", "--revision"):
+        parser.add_argument(flag)
+    given, _ = parser.parse_known_args(argv)
+    if given.max_total_tokens is not None or given.model_path is None:
+        return argv
+    try:
+        config = AutoConfig.from_pretrained(given.model_path, revision=given.revision)
+        dtype_bytes = 4 if given.dtype in ("float", "float32") else 2
+        tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length)
+    except (OSError, ValueError, AttributeError):
+        return argv
+    return [*argv, "--max-total-tokens", str(tokens)]
+
+
+def build(argv: list[str]) -> "ServerArgs":
+    """Parse SGLang's own flags.
+
+    Args:
+        argv: flags of ``sglang serve``, ``--model-path`` included.
+
+    Raises:
+        SystemExit: from SGLang's parser, for an unknown flag or an illegal value.
+    """
+    from fathom.runtime.sglang_host import torchvision_ops
+
+    torchvision_ops.declare()
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.server_args import prepare_server_args
+
+    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+
+    if isinstance(current_platform, FathomCpuPlatform):
+        argv = _limit_cpu_pool(with_cpu_defaults(argv))
+    return prepare_server_args(argv)

@@ -1,0 +1,60 @@
+"""Entry points of the engine's child processes, passed to SGLang's launcher.
+
+Each child starts here, so that what SGLang needs before its first import, the check of every seam, and our
+classes are in place before any of SGLang's code runs.
+"""
+
+import sys
+from typing import Any
+
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+SEAM_EXIT_CODE = 3
+
+
+def install() -> None:
+    """Put our scheduler and, on a machine without a GPU, our attention backend in SGLang's places."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.managers import scheduler as scheduler_module
+    from sglang.srt.platforms import current_platform
+
+    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+    from fathom.runtime.sglang_host.scheduler import FathomScheduler
+
+    scheduler_module.Scheduler = FathomScheduler
+    if isinstance(current_platform, FathomCpuPlatform):
+        from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+
+        register_attention_backend("torch_native")(CpuAttentionBackend)
+
+
+def verify_or_exit(role: str) -> None:
+    """Check the seams of this process; exit with one line on stderr when SGLang is not as we know it."""
+    from fathom.runtime.sglang_host import seams
+
+    try:
+        seams.verify(role)
+    except seams.SeamError as error:
+        print(f"fathom: {error}", file=sys.stderr, flush=True)
+        sys.exit(SEAM_EXIT_CODE)
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process, running Fathom's scheduler. Arguments as SGLang's function of this name."""
+    from sglang.srt.managers.scheduler import run_scheduler_process as run
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # may hook what we rely on: before the check, not after
+    verify_or_exit("scheduler")
+    install()
+    run(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's detokenizer process. Arguments as SGLang's function of this name."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
+
+    verify_or_exit("detokenizer")
+    run(*args, **kwargs)

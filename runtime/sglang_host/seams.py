@@ -1,0 +1,340 @@
+"""The seam ledger: every place of SGLang that Fathom relies on, checked in every process at start.
+
+SGLang logs and ignores a hook whose target is gone, and would then serve alone in our name. So each thing we
+subclass, override, call or replace is a row here with the parameters it must still have; :func:`verify` raises at
+the first difference, and the caller ends the process.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+SGLANG_VERSION = "0.5.20"
+
+SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
+ROLES = (SERVER, SCHEDULER, DETOKENIZER)
+
+
+class SeamError(RuntimeError):
+    """Something of SGLang that Fathom relies on is missing or not as it was."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One dependency on SGLang's insides.
+
+    Attributes:
+        target: ``module:attribute.path`` below ``sglang.srt``.
+        use: what we do with it: subclass, override, call, replace, register or read.
+        why: what breaks without it.
+        roles: the processes that rely on it.
+        parameters: the parameter names of a function, in order, ``self`` left out; None where it is no function.
+        check: a property the object must have besides, as a predicate.
+    """
+
+    target: str
+    use: str
+    why: str
+    roles: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
+    check: Callable[[Any], bool] | None = None
+
+
+def _seam(
+    roles: str, target: str, use: str, why: str, parameters: str | None = None, check: Any = None
+) -> Seam:
+    names = None if parameters is None else tuple(parameters.split())
+    return Seam(target, use, why, tuple(roles.split()), names, check)
+
+
+def _reads_global(name: str) -> Callable[[Any], bool]:
+    return lambda function: name in function.__code__.co_names
+
+
+LEDGER: tuple[Seam, ...] = (
+    # --- the HTTP process ---
+    _seam(
+        SERVER,
+        "entrypoints.http_server:launch_server",
+        "call",
+        "starts SGLang's HTTP server and engine with our functions in its processes",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func "
+        "execute_warmup_func launch_callback",
+    ),
+    _seam(
+        SERVER,
+        "entrypoints.http_server:app",
+        "register",
+        "our middleware and routes are added to SGLang's FastAPI application",
+        check=lambda app: hasattr(app, "add_middleware"),
+    ),
+    _seam(
+        SERVER,
+        "entrypoints.http_server:_setup_and_run_http_server",
+        "read",
+        "serves the module's application object and publishes the scheduler's own report",
+        check=lambda f: {"app", "set_global_state"} <= set(f.__code__.co_names),
+    ),
+    _seam(
+        SERVER,
+        "entrypoints.engine:init_tokenizer_manager",
+        "call",
+        "builds our tokenizer manager",
+        "server_args port_args TokenizerManagerClass",
+    ),
+    _seam(SERVER, "server_args:prepare_server_args", "call", "parses SGLang's own flags", "argv"),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.generate_request",
+        "override",
+        "carries the policy into the request and the report out",
+        "obj request",
+    ),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.update_request_meta_info",
+        "override",
+        "receives the scheduler's report",
+        "meta_info state customized_info index finish_reason",
+    ),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.collect_metrics",
+        "override",
+        "observes TTFT and TPOT",
+        "state recv_obj i",
+    ),
+    # --- the engine process: who runs ---
+    _seam(
+        SCHEDULER,
+        "managers.scheduler:run_scheduler_process",
+        "call",
+        "runs whatever class its module calls Scheduler, which is how ours gets to run",
+        "server_args port_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank pipe_writer "
+        "display_tp_rank display_dp_rank display_moe_ep_rank",
+        _reads_global("Scheduler"),
+    ),
+    _seam(SCHEDULER, "managers.scheduler:Scheduler", "replace", "ours takes its name", check=inspect.isclass),
+    _seam(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_model_worker",
+        "read",
+        "calls the hook that builds the worker",
+        "",
+        _reads_global("init_tp_model_worker"),
+    ),
+    _seam(SCHEDULER, "managers.scheduler:Scheduler.init_tp_model_worker", "override", "builds our worker", ""),
+    _seam(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_output_streamer",
+        "override",
+        "hands the ledger to our streamer",
+        "",
+        _reads_global("get_output_streamer_class"),
+    ),
+    _seam(
+        SCHEDULER, "managers.scheduler:Scheduler.get_output_streamer_class", "override", "names our streamer", ""
+    ),
+    _seam(SCHEDULER, "managers.scheduler:Scheduler.get_init_info", "override", "reports what runs, at start", ""),
+    _seam(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.get_internal_state",
+        "override",
+        "reports what runs, over HTTP",
+        "recv_req",
+    ),
+    # --- the engine process: the step ---
+    _seam(
+        SCHEDULER,
+        "managers.tp_worker:TpModelWorker.forward_batch_generation",
+        "override",
+        "the engine step",
+        "batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
+    ),
+    _seam(
+        SCHEDULER,
+        "managers.tp_worker:TpModelWorker.alloc_memory_pool",
+        "override",
+        "the moment from which the size of the KV cache is known",
+        "memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
+    ),
+    _seam(
+        SCHEDULER,
+        "managers.schedule_batch:ReqKvInfo",
+        "read",
+        "KV slots a request holds",
+        check=lambda c: "kv_allocated_len" in c.__dataclass_fields__,
+    ),
+    _seam(
+        SCHEDULER,
+        "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.stream_output",
+        "override",
+        "sees each step's tokens: time of the first one",
+        "reqs return_logprob skip_req",
+    ),
+    _seam(
+        SCHEDULER,
+        "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.build_additional_customized_info",
+        "override",
+        "sends the report with the last tokens",
+        "reqs",
+    ),
+    # --- the engine process: a machine without a GPU ---
+    _seam(
+        SCHEDULER,
+        "layers.attention.attention_registry:ATTENTION_BACKENDS",
+        "register",
+        "our CPU backend takes the slot torch_native",
+        check=lambda registry: "torch_native" in registry,
+    ),
+    _seam(
+        SCHEDULER,
+        "utils.common:support_triton",
+        "read",
+        "helpers must stay on PyTorch for the slot torch_native",
+        "backend",
+        lambda f: not f("torch_native"),
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata",
+        "override",
+        "the step's plan is made here",
+        "forward_batch",
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.attention.base_attn_backend:AttentionBackend.forward_decode",
+        "override",
+        "decode attention",
+        "q k v layer forward_batch save_kv_cache kwargs",
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.attention.base_attn_backend:AttentionBackend.forward_extend",
+        "override",
+        "prefill attention",
+        "q k v layer forward_batch save_kv_cache kwargs",
+    ),
+    _seam(
+        SCHEDULER,
+        "mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer",
+        "call",
+        "stores new keys and values",
+        "layer loc_info cache_k cache_v k_scale v_scale layer_id_override dcp_kv_mask",
+    ),
+    _seam(
+        SCHEDULER,
+        "mem_cache.memory_pool:MHATokenToKVPool.get_kv_size_bytes",
+        "call",
+        "size of the KV cache",
+        "",
+    ),
+    _seam(
+        SCHEDULER,
+        "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_extend",
+        "override",
+        "allocation without Triton",
+        "prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
+    ),
+    _seam(
+        SCHEDULER,
+        "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_decode",
+        "override",
+        "allocation without Triton",
+        "seq_lens seq_lens_cpu last_loc",
+    ),
+    _seam(
+        SCHEDULER,
+        "mem_cache.allocator.paged:alloc_extend_naive",
+        "call",
+        "SGLang's own allocation in PyTorch",
+        "prefix_lens seq_lens last_loc free_pages out_indices page_size device",
+    ),
+    *(
+        _seam(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")
+        for method, why in (
+            ("get_default_attention_backend", "names the CPU's attention backend"),
+            ("get_mha_kv_pool_cls", "names the KV pool of an out-of-tree platform"),
+            ("get_paged_allocator_cls", "names the allocator of an out-of-tree platform"),
+        )
+    ),
+    # --- the detokenizer ---
+    _seam(
+        DETOKENIZER,
+        "managers.detokenizer_manager:run_detokenizer_process",
+        "call",
+        "the detokenizer's process",
+        "server_args port_args detokenizer_manager_class",
+    ),
+)
+
+
+def rows(role: str | None = None) -> list[Seam]:
+    """The ledger, or the rows one process relies on."""
+    return [seam for seam in LEDGER if role is None or role in seam.roles]
+
+
+def resolve(target: str) -> Any:
+    """The object a target names.
+
+    Raises:
+        SeamError: the module or an attribute on the way does not exist.
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        found = importlib.import_module(f"sglang.srt.{module_name}")
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise SeamError(f"SGLang has no {target} ({error})") from error
+    return found
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Parameter names in order, without ``self``."""
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def check(seam: Seam) -> None:
+    """Raise SeamError unless SGLang still has this seam as it was."""
+    found = resolve(seam.target)
+    if seam.parameters is not None and parameters_of(found) != seam.parameters:
+        raise SeamError(
+            f"{seam.target} takes ({', '.join(parameters_of(found))}), expected ({', '.join(seam.parameters)})"
+        )
+    if seam.check is not None and not seam.check(found):
+        raise SeamError(f"{seam.target} is no longer what we rely on: {seam.why}")
+
+
+def verify(role: str, ledger: Iterable[Seam] | None = None) -> None:
+    """Check SGLang's version and every seam of one process.
+
+    Args:
+        role: ``server``, ``scheduler`` or ``detokenizer``.
+        ledger: rows to check instead of the role's own.
+
+    Raises:
+        SeamError: naming the first seam that is missing or changed.
+    """
+    import sglang
+
+    if sglang.__version__ != SGLANG_VERSION:
+        raise SeamError(f"needs sglang=={SGLANG_VERSION}, found {sglang.__version__}")
+    for seam in rows(role) if ledger is None else ledger:
+        check(seam)
+
+
+def verify_scheduler_report(report: Any) -> None:
+    """Check the report that the engine process sent at start.
+
+    Raises:
+        SeamError: the engine process runs something other than Fathom's scheduler and worker.
+    """
+    if not isinstance(report, dict):
+        raise SeamError("the engine process runs stock SGLang: it sent no report of Fathom's scheduler")
+    for part, expected in (("scheduler", "FathomScheduler"), ("worker", "FathomWorker")):
+        if not str(report.get(part, "")).endswith(f".{expected}"):
+            raise SeamError(f"the engine process runs {report.get(part)!r} as {part}, expected {expected}")

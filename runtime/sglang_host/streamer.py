@@ -1,0 +1,37 @@
+"""Sends each finished request's account along with its last tokens."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+from fathom.runtime.ledger import RequestLedger
+
+REPORT_KEY = "fathom"  # in the output's customized_info
+
+
+@dataclass(kw_only=True, slots=True)
+class FathomOutputStreamer(SchedulerOutputStreamer):
+    """SGLang's streamer that stamps first tokens and appends one report per finished request."""
+
+    has_additional_customized_info: ClassVar[bool] = True
+    ledger: RequestLedger | None = None
+
+    def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
+        for request in reqs:
+            if request.output_ids:
+                self.ledger.first_token(request)
+        # SGLang's dataclass(slots=True) replaces the class object, which breaks zero-argument super().
+        SchedulerOutputStreamer.stream_output(self, reqs, return_logprob, skip_req)
+
+    def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[dict[str, Any] | None]]:
+        """One report per emitted request, None while it is still running."""
+        return {
+            REPORT_KEY: [
+                self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens)
+                if request.finished()
+                else None
+                for request in reqs
+            ]
+        }

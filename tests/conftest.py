@@ -1,0 +1,147 @@
+"""Fixtures shared by all tests: tiny random models, and servers started the way an operator starts them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
+START_SECONDS = 180
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Server:
+    """One running server process."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    @property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def openai(self):
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def engine(self) -> dict:
+        """What the scheduler process says of itself."""
+        return self.client.get("/fathom/info").json()["engine"][0]
+
+    def stop(self) -> int:
+        """Stop by SIGTERM as a container runtime does; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = None) -> Server:
+    """Start a server and wait until it answers a generation."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})},
+            start_new_session=True,
+        )
+    server = Server(process, url, log)
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        with contextlib.suppress(httpx.HTTPError):
+            if server.client.get("/health_generate").status_code == 200:
+                return server
+        time.sleep(0.5)
+    server.stop()
+    raise RuntimeError(f"server did not answer in {START_SECONDS} s:\n{log.read_text()[-4000:]}")
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory):
+    """Start a server: ``start_server(model, "--flag", ..., env={...}, stock=False)``. All end with the session."""
+    servers = []
+    folder = tmp_path_factory.mktemp("servers")
+
+    def run(model, *flags, env=None, stock=False) -> Server:
+        port = free_port()
+        program = (
+            ["fathom.benchmarks.stock_sglang", "--model-path"] if stock else ["fathom.server.cli", "serve"]
+        )
+        if stock:
+            flags = ("--device", "cpu", "--attention-backend", "torch_native", *flags)
+            flags = (*flags, "--disable-overlap-schedule", "--sleep-on-idle", "--log-level", "warning")
+        command = [sys.executable, "-m", *program, str(model), "--port", str(port), *flags]
+        server = start(command, folder / f"{len(servers)}.log", f"http://127.0.0.1:{port}", env)
+        servers.append(server)
+        return server
+
+    yield run
+    stoppers = [threading.Thread(target=server.stop) for server in servers if server.process.poll() is None]
+    for thread in stoppers:
+        thread.start()
+    for thread in stoppers:
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A random Llama in float32 with the demo's tokenizer; untied and spread out, so that its logits differ."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (DEMO_TARGET / name).exists():
+            shutil.copy(DEMO_TARGET / name, folder / name)
+    import json
+
+    vocabulary = json.loads((DEMO_TARGET / "config.json").read_text())["vocab_size"]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=vocabulary - 1,
+        dtype="float32",
+    )
+    torch.manual_seed(7)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(start_server, tiny_model) -> Server:
+    """The tiny model in float32 behind `fathom serve`, shared by the tests that need no server of their own."""
+    return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000")

@@ -1,0 +1,137 @@
+"""Fathom's dense path against Transformers and stock SGLang, in float32: same tokens, log-probabilities to 1e-3."""
+
+import concurrent.futures
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+NEW_TOKENS = 6
+TOLERANCE = 1e-3
+LENGTHS = [1, 2, 3, 5, 8, 13, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 400, 511, 513, 600]
+LENGTHS += [random.Random(i).randint(1, 900) for i in range(23)] + [1000, 1500, 2047, 2600, 3000]
+
+
+def make_prompts(vocabulary: int) -> list[list[int]]:
+    """Distinct random prompts, and last a few that share a long prefix with an earlier one."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, vocabulary - 1) for _ in range(n)] for n in LENGTHS]
+    for base, keep, extra in ((-2, 1999, 40), (-3, 1024, 7), (20, 300, 200)):
+        prompts.append(prompts[base][:keep] + [rng.randrange(6, vocabulary - 1) for _ in range(extra)])
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    """Transformers' greedy tokens and their log-probabilities for every prompt."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompts = make_prompts(model.config.vocab_size)
+    answers = []
+    for prompt in prompts:
+        tokens, logprobs = [], []
+        step, cache = prompt, None
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                output = model(torch.tensor([step]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            row, cache = output.logits[0, -1].log_softmax(-1), output.past_key_values
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+            step = tokens[-1:]
+        answers.append((tokens, logprobs))
+    assert len({tuple(tokens) for tokens, _ in answers}) > len(prompts) // 2, "the model says little"
+    return prompts, answers
+
+
+def generate(server, prompts: list[list[int]]) -> list[tuple[list[int], list[float], dict]]:
+    """Greedy answers of one batched request."""
+    response = server.client.post(
+        "/generate",
+        json={
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+            "return_logprob": True,
+        },
+    )
+    assert response.status_code == 200, response.text
+    answers = []
+    for output in response.json():
+        logprobs = [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
+        answers.append((output["output_ids"], logprobs, output["meta_info"]))
+    return answers
+
+
+def assert_same(got, want) -> None:
+    for i, ((tokens, logprobs, _), (want_tokens, want_logprobs)) in enumerate(zip(got, want, strict=True)):
+        assert tokens == want_tokens, f"prompt {i}"
+        assert logprobs == pytest.approx(want_logprobs, abs=TOLERANCE), f"prompt {i}"
+
+
+def check_server(server, reference) -> None:
+    """Cold and warm prefix cache, one prompt at a time and eight at once."""
+    prompts, want = reference
+    batches = [range(begin, min(begin + 8, len(prompts))) for begin in range(0, len(prompts), 8)]
+    for batch in batches:
+        got = generate(server, [prompts[i] for i in batch])
+        assert_same(got, [want[i] for i in batch])
+    cached = 0
+    for i in range(0, len(prompts), 3):
+        got = generate(server, [prompts[i]])
+        cached += got[0][2]["cached_tokens"]
+        assert_same(got, [want[i]])
+    assert cached > 1000, "no prefix was hit"
+    assert server.client.post("/flush_cache").status_code == 200
+    for i in range(1, len(prompts), 5):
+        got = generate(server, [prompts[i]])
+        assert got[0][2]["cached_tokens"] == 0
+        assert_same(got, [want[i]])
+
+
+@pytest.fixture(scope="module")
+def base_flags():
+    return ["--dtype", "float32", "--max-total-tokens", "40000"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--chunked-prefill-size", "-1"), ("--chunked-prefill-size", "64", "--page-size", "16")],
+    ids=["whole prompts", "chunks of 64, pages of 16"],
+)
+def test_fathom_equals_transformers(start_server, tiny_model, reference, base_flags, flags):
+    server = start_server(tiny_model, *base_flags, *flags)
+    check_server(server, reference)
+    assert server.stop() == 0
+
+
+def test_fathom_equals_transformers_with_retractions(start_server, tiny_model, reference, base_flags):
+    """Chunks of 256, and SGLang takes running requests back every few steps; they restart and must not differ."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
+    server = start_server(tiny_model, *base_flags, "--chunked-prefill-size", "256", env=env)
+    prompts, want = reference
+    retractions = 0
+    for begin in range(0, len(prompts), 8):
+        got = generate(server, prompts[begin : begin + 8])
+        assert_same(got, want[begin : begin + 8])
+        retractions += sum(meta["num_retractions"] for _, _, meta in got)
+    assert retractions > 0, "nothing was retracted"
+    check_server(server, reference)
+    assert server.stop() == 0
+
+
+def test_stock_sglang_gives_the_same(start_server, tiny_model, reference, base_flags):
+    server = start_server(tiny_model, *base_flags, stock=True)
+    prompts, want = reference
+    for begin in range(0, len(prompts), 8):
+        got = generate(server, prompts[begin : begin + 8])
+        assert_same(got, want[begin : begin + 8])
+    server.stop()
+
+
+def test_mixed_arrivals_give_the_same(server, reference):
+    """Requests that arrive one by one while others decode."""
+    prompts, want = reference
+    order = list(range(len(prompts)))
+    random.Random(3).shuffle(order)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        for i, got in zip(order, pool.map(lambda i: generate(server, [prompts[i]]), order), strict=True):
+            assert_same(got, [want[i]])

@@ -1,0 +1,121 @@
+"""The seam ledger against the pinned SGLang, and what happens when a seam breaks."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+from fathom.runtime.sglang_host import seams  # noqa: E402
+
+
+@pytest.mark.parametrize("seam", seams.LEDGER, ids=lambda seam: seam.target.split(":")[-1])
+def test_row_resolves(seam):
+    seams.check(seam)
+    assert set(seam.roles) <= set(seams.ROLES)
+    assert seam.why
+
+
+def test_every_role_has_rows():
+    for role in seams.ROLES:
+        assert seams.rows(role)
+        seams.verify(role)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        seams.Seam("managers.scheduler:Scheduler.no_such_method", "override", "x", ("scheduler",)),
+        seams.Seam("managers.no_such_module:Scheduler", "override", "x", ("scheduler",)),
+        seams.Seam("managers.scheduler:Scheduler.init_tp_model_worker", "override", "x", ("scheduler",), ("a",)),
+        seams.Seam("managers.scheduler:Scheduler", "replace", "x", ("scheduler",), None, lambda _: False),
+    ],
+)
+def test_a_broken_row_is_an_error(broken):
+    with pytest.raises(seams.SeamError, match=broken.target.split(":")[0]):
+        seams.verify("scheduler", [*seams.rows("scheduler"), broken])
+
+
+def test_another_version_is_an_error(monkeypatch):
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.21")
+    with pytest.raises(seams.SeamError, match=r"needs sglang==0\.5\.20, found 0\.5\.21"):
+        seams.verify("detokenizer")
+
+
+def test_a_stock_report_is_an_error():
+    with pytest.raises(seams.SeamError, match="stock SGLang"):
+        seams.verify_scheduler_report(None)
+    with pytest.raises(seams.SeamError, match="as worker"):
+        seams.verify_scheduler_report({"scheduler": "a.FathomScheduler", "worker": "sglang.TpModelWorker"})
+
+
+BREAK_CHILD = """
+    import sys
+    from fathom.runtime.sglang_host import torchvision_ops
+    torchvision_ops.declare()
+    import {module} as module
+    {damage}
+    from fathom.server.cli import main
+    if __name__ == "__main__":
+        sys.exit(main(["serve", {model!r}, "--port", "{port}"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "damage", "names"),
+    [
+        # The file is the main module, which every spawned process imports again: the damage is in all of them.
+        (
+            "sglang.srt.managers.scheduler",
+            "del module.Scheduler.init_tp_model_worker",
+            "Scheduler.init_tp_model_worker",
+        ),
+        (
+            "sglang.srt.managers.tokenizer_manager",
+            "module.TokenizerManager.collect_metrics = lambda self, state: None",
+            "TokenizerManager.collect_metrics",
+        ),
+    ],
+)
+def test_the_server_refuses_a_broken_seam(tmp_path, tiny_model, module, damage, names):
+    script = tmp_path / "broken.py"
+    code = BREAK_CHILD.format(module=module, damage=damage, model=str(tiny_model), port=_free_port())
+    script.write_text(textwrap.dedent(code))
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 3, ran.stdout + ran.stderr
+    assert names in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_engine_process_says_what_it_runs(server):
+    engine = server.engine()
+    assert engine["scheduler"] == "fathom.runtime.sglang_host.scheduler.FathomScheduler"
+    assert engine["worker"] == "fathom.runtime.sglang_host.worker.FathomWorker"
+    assert engine["attention_backend"] == "fathom.runtime.sglang_host.cpu_attention.CpuAttentionBackend"
+    assert engine["platform"] == "fathom.runtime.sglang_host.platform.FathomCpuPlatform"
+    assert engine["pid"] != server.process.pid
+    before = engine["steps"]
+    answer = server.client.post(
+        "/generate", json={"input_ids": [7] * 33, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+    ).json()
+    after = server.engine()["steps"]
+    assert after["decode_steps"] - before["decode_steps"] == 4
+    report = answer["meta_info"]["fathom"]
+    assert report["decode_steps"] == 4
+    assert report["prompt_tokens"] == report["kept_tokens"] == 33
+    per_token = engine["kv_pool"]["bytes_per_token"]
+    assert per_token == 4 * 2 * 2 * 32 * 4  # layers x (keys, values) x KV heads x head_dim x float32
+    assert report["kv_bytes"] == report["kv_bytes_dense"] == 37 * per_token
