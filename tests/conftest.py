@@ -14,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()  # transformers imports torchvision too
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
@@ -111,6 +114,8 @@ def start_server(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A random Llama in float32 with the demo's tokenizer; untied and spread out, so that its logits differ."""
+    import json
+
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,8 +123,6 @@ def tiny_model(tmp_path_factory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (DEMO_TARGET / name).exists():
             shutil.copy(DEMO_TARGET / name, folder / name)
-    import json
-
     vocabulary = json.loads((DEMO_TARGET / "config.json").read_text())["vocab_size"]
     config = LlamaConfig(
         vocab_size=vocabulary,

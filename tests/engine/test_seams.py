@@ -5,11 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from fathom.runtime.sglang_host import torchvision_ops
-
-torchvision_ops.declare()
-
-from fathom.runtime.sglang_host import seams  # noqa: E402
+from fathom.runtime.sglang_host import seams
 
 
 @pytest.mark.parametrize("seam", seams.LEDGER, ids=lambda seam: seam.target.split(":")[-1])
