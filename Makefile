@@ -35,6 +35,8 @@ test: $(STAMP)  ## run all tests
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@mkdir -p .mypy_path/fathom && cd .mypy_path/fathom && \
+	  for room in server runtime kernels benchmarks demo; do ln -sfn ../../$$room $$room; done
 	$(BIN)/mypy
 
 format: $(STAMP)  ## let ruff fix and format
@@ -53,5 +55,5 @@ lock:  ## resolve requirements/cpu.in anew (needs uv)
 	  > requirements/cpu.lock
 
 clean:  ## remove the environment, caches and build products
-	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .mypy_path .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

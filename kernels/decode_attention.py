@@ -35,9 +35,7 @@ class DecodePlan:
     first: np.ndarray  # [batch * kv_heads + 1] int64
 
 
-def plan_decode(
-    rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int, window: int = -1
-) -> DecodePlan:
+def plan_decode(rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int, window: int = -1) -> DecodePlan:
     """Split one decode step into tasks of at most ``KEYS_PER_TASK`` keys.
 
     Args:

@@ -125,7 +125,9 @@ LEDGER: tuple[Seam, ...] = (
         "",
         _reads_global("init_tp_model_worker"),
     ),
-    _seam(SCHEDULER, "managers.scheduler:Scheduler.init_tp_model_worker", "override", "builds our worker", ""),
+    _seam(
+        SCHEDULER, "managers.scheduler:Scheduler.init_tp_model_worker", "override", "builds our worker", ""
+    ),
     _seam(
         SCHEDULER,
         "managers.scheduler:Scheduler.init_output_streamer",
@@ -135,9 +137,15 @@ LEDGER: tuple[Seam, ...] = (
         _reads_global("get_output_streamer_class"),
     ),
     _seam(
-        SCHEDULER, "managers.scheduler:Scheduler.get_output_streamer_class", "override", "names our streamer", ""
+        SCHEDULER,
+        "managers.scheduler:Scheduler.get_output_streamer_class",
+        "override",
+        "names our streamer",
+        "",
     ),
-    _seam(SCHEDULER, "managers.scheduler:Scheduler.get_init_info", "override", "reports what runs, at start", ""),
+    _seam(
+        SCHEDULER, "managers.scheduler:Scheduler.get_init_info", "override", "reports what runs, at start", ""
+    ),
     _seam(
         SCHEDULER,
         "managers.scheduler:Scheduler.get_internal_state",

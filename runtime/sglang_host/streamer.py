@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fathom.runtime.ledger import RequestLedger
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-
-from fathom.runtime.ledger import RequestLedger
 
 REPORT_KEY = "fathom"  # in the output's customized_info
 

@@ -26,7 +26,9 @@ def test_every_role_has_rows():
     [
         seams.Seam("managers.scheduler:Scheduler.no_such_method", "override", "x", ("scheduler",)),
         seams.Seam("managers.no_such_module:Scheduler", "override", "x", ("scheduler",)),
-        seams.Seam("managers.scheduler:Scheduler.init_tp_model_worker", "override", "x", ("scheduler",), ("a",)),
+        seams.Seam(
+            "managers.scheduler:Scheduler.init_tp_model_worker", "override", "x", ("scheduler",), ("a",)
+        ),
         seams.Seam("managers.scheduler:Scheduler", "replace", "x", ("scheduler",), None, lambda _: False),
     ],
 )
@@ -105,7 +107,8 @@ def test_the_engine_process_says_what_it_runs(server):
     assert engine["pid"] != server.process.pid
     before = engine["steps"]
     answer = server.client.post(
-        "/generate", json={"input_ids": [7] * 33, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
+        "/generate",
+        json={"input_ids": [7] * 33, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}},
     ).json()
     after = server.engine()["steps"]
     assert after["decode_steps"] - before["decode_steps"] == 4

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,7 +21,6 @@ MAY_IMPORT = {
     "benchmarks": {"server", "runtime", "kernels", "demo"},
     "demo": {"runtime", "kernels"},
 }
-STAGE_FILES = {"config", "flow", "ledger", "plan", "staircase", "retain", "decode", "verify"}
 
 
 def sources() -> list[Path]:
@@ -61,7 +61,11 @@ def test_only_the_host_and_the_http_face_import_sglang(path):
 
 
 def test_mechanism_rooms_do_not_import_each_other():
-    mechanisms = {p.name for p in (ROOT / "runtime").iterdir() if p.is_dir()} - {"sglang_host", "kv", "__pycache__"}
+    mechanisms = {p.name for p in (ROOT / "runtime").iterdir() if p.is_dir()} - {
+        "sglang_host",
+        "kv",
+        "__pycache__",
+    }
     for mechanism in mechanisms:
         for path in (ROOT / "runtime" / mechanism).rglob("*.py"):
             others = {n.split(".")[2] for n in imported_modules(path) if n.startswith("fathom.runtime.")}
@@ -80,7 +84,16 @@ def test_files_stay_readable():
 
 
 def test_the_wheel_holds_every_file(tmp_path):
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
@@ -111,4 +124,5 @@ def test_the_readme_map_names_every_room_and_file():
     ).stdout.splitlines()
     rooms = {name.split("/")[0] for name in tracked if "/" in name and not name.startswith(".")}
     runtime = {str(Path(n)) for n in tracked if re.fullmatch(r"(runtime|kernels)/[^/]+\.py", n)}
-    assert rooms | runtime <= paths
+    assert {room for room in rooms if not any(path.split("/")[0] == room for path in paths)} == set()
+    assert runtime <= paths
