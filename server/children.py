@@ -1,18 +1,28 @@
-"""The engine's child processes as the server starts them: Ctrl-C is the HTTP process's to handle."""
+"""The engine's child processes as the server starts them."""
 
 import signal
 from typing import Any
 
 from fathom.runtime.sglang_host import process
+from fathom.server import quiet
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """Fathom's scheduler process, deaf to the Ctrl-C that a terminal sends to every process."""
+def _prepare(server_args: Any) -> None:
+    # A terminal sends Ctrl-C to every process; the HTTP process stops the others when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.run_scheduler_process(*args, **kwargs)
+    if server_args.log_level == "warning":
+        quiet.hush_loggers()
 
 
-def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """Fathom's detokenizer process, deaf to the Ctrl-C that a terminal sends to every process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.run_detokenizer_process(*args, **kwargs)
+def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Fathom's scheduler process. Arguments as SGLang's function of this name."""
+    _prepare(server_args)
+    process.run_scheduler_process(server_args, *args, **kwargs)
+    quiet.leave(0)
+
+
+def run_detokenizer_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's detokenizer process. Arguments as SGLang's function of this name."""
+    _prepare(server_args)
+    process.run_detokenizer_process(server_args, *args, **kwargs)
+    quiet.leave(0)

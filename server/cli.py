@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import NoReturn
 
 from fathom.server.checks import StartError
 from fathom.server.version import versions
@@ -18,10 +19,10 @@ commands:
 A first try, without a download:  fathom serve --demo"""
 
 
-def _serve(argv: list[str]) -> int:
+def _serve(argv: list[str]) -> NoReturn:
     from fathom.server.serve import main
 
-    return main(argv)
+    main(argv)
 
 
 def _bench(argv: list[str]) -> int:

@@ -6,12 +6,12 @@ import io
 import os
 import signal
 import sys
-import warnings
+import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fathom.runtime import config
-from fathom.server import checks
+from fathom.server import checks, quiet
 from fathom.server.checks import StartError
 from fathom.server.context import Face
 
@@ -138,14 +138,11 @@ def _engine_flags(flags: list[str], own: argparse.Namespace, model: str, name: s
     return result if "--enable-metrics" in given else [*result, "--enable-metrics"]
 
 
-def main(argv: list[str]) -> int:
-    """Serve until stopped.
+def main(argv: list[str]) -> NoReturn:
+    """Serve until stopped, then end the process.
 
     Args:
         argv: arguments after ``fathom serve``.
-
-    Returns:
-        Exit code.
 
     Raises:
         StartError: for what keeps the server from starting.
@@ -162,20 +159,11 @@ def main(argv: list[str]) -> int:
         checks.check_draft(work.model, work.draft)
     print(f"Fathom is loading {work.name} ...", flush=True)
     if not work.verbose:
-        _hush()
+        quiet.hush_server()
     _verify_seams()
     server_args = _server_args(work.engine_flags)
     checks.refuse_bypass(server_args)
-    return _run(work, server_args)
-
-
-def _hush() -> None:
-    """Drop warnings that tell an operator nothing: of kernels for other machines, of SGLang's own style."""
-    modules = ("awq.awq", "gguf")
-    rules = [f"ignore::UserWarning:sglang.srt.layers.quantization.{module}" for module in modules]
-    os.environ["PYTHONWARNINGS"] = ",".join([*filter(None, [os.environ.get("PYTHONWARNINGS")]), *rules])
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.srt\.layers\.quantization")
-    warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
+    _run(work, server_args)
 
 
 def _verify_seams() -> None:
@@ -202,22 +190,27 @@ def _server_args(flags: list[str]) -> Any:
         raise StartError(_one_line(error)) from error
 
 
-def _run(work: Plan, server_args: Any) -> int:
+def _run(work: Plan, server_args: Any) -> NoReturn:
     from fathom.server.app import launch
 
     def ready() -> None:
         url = f"http://{work.host}:{work.port}"
         print(f"Fathom is ready: {url} (model {work.name}, policy {work.face.default.preset})", flush=True)
 
+    code = 0
     try:
         launch(server_args, work.face, ready, on_engine_failure)
-    except Exception as error:
+    except KeyboardInterrupt:
+        pass
+    except Exception as failure:
         if work.verbose:
-            raise
-        raise _engine_error(error) from error
+            traceback.print_exc()
+        error = _engine_error(failure)
+        print(f"fathom serve: error: {error}", file=sys.stderr)
+        code = error.code
     finally:
         stop_children()
-    return 0
+    quiet.leave(code)
 
 
 def _engine_error(error: Exception) -> StartError:
@@ -254,10 +247,6 @@ def stop_children() -> None:
 
 def on_engine_failure(*_: object) -> NoReturn:
     """SIGQUIT from an engine process that failed while starting: say so and leave."""
-    print(
-        "fathom serve: error: the engine failed to start; its own report is above",
-        file=sys.stderr,
-        flush=True,
-    )
+    print("fathom serve: error: the engine failed to start; its own report is above", file=sys.stderr)
     stop_children()
-    os._exit(checks.FAILURE)
+    quiet.leave(checks.FAILURE)

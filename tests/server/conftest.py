@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
+
 from fathom.server.context import CURRENT, Face
 from fathom.server.middleware import PolicyMiddleware
 

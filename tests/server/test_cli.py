@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server import checks, cli, serve
 from fathom.server.checks import StartError

@@ -3,9 +3,10 @@
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from pydantic import BaseModel
+
 from fathom.server import errors
 from fathom.server.errors import clean, describe
-from pydantic import BaseModel
 
 
 class Body(BaseModel):

@@ -4,12 +4,13 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fathom.runtime.config import Policy
 from fathom.server.context import CURRENT, Face, merge
 from fathom.server.echo import splice
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
-from hypothesis import given
-from hypothesis import strategies as st
 
 ANSWERS = {
     CHAT: b'{"id":"c","choices":[{"finish_reason":"stop"}]}',

@@ -5,10 +5,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from fathom.runtime import config
-from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fathom.runtime import config
+from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
 LIMITS = Limits(layers=16, span=4)

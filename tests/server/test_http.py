@@ -1,0 +1,481 @@
+"""A running server over HTTP: unmodified clients, every route, every refusal."""
+
+import json
+import re
+import time
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/generate"
+ROUTES = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE]
+HELLO = [{"role": "user", "content": "Where is the red box?"}]
+COUNTERS = {"prompt_tokens", "kept_tokens", "cached_tokens", "kv_bytes", "kv_bytes_dense", "decode_steps"}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def model(server):
+    return server.openai.models.list().data[0].id
+
+
+@pytest.fixture(scope="module")
+def body(model):
+    """A small request in each route's form."""
+
+    def build(route, tokens=4, text=None, **members):
+        text = text or HELLO[0]["content"]
+        messages = [{"role": "user", "content": text}]
+        forms = {
+            CHAT: {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0},
+            COMPLETIONS: {"model": model, "prompt": text, "max_tokens": tokens, "temperature": 0},
+            RESPONSES: {"model": model, "input": text, "max_output_tokens": tokens + 2, "temperature": 0},
+            MESSAGES: {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0},
+            GENERATE: {
+                "text": text,
+                "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+            },
+        }
+        return forms[route] | members
+
+    return build
+
+
+def events_of(text):
+    lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def message_of(body):
+    error = body.get("error", body)
+    return error["message"]
+
+
+def check_account(account, generations=1):
+    assert account["preset"] == "exact"
+    assert account["generations"] == generations
+    assert account.keys() >= COUNTERS
+    assert account["prompt_tokens"] == account["kept_tokens"] > 0
+    assert account["kv_bytes"] == account["kv_bytes_dense"] > 0
+    assert "first_token_time" not in account
+
+
+def test_the_scheduler_process_tells_what_it_runs(client):
+    info = client.get("/fathom/info").json()
+    engine = info["engine"][0]
+    assert engine["scheduler"].endswith(".FathomScheduler")
+    assert engine["worker"].endswith(".FathomWorker")
+    assert info["policy"]["preset"] == "exact"
+    assert info["fields"]["depth_cutoff"]["legal"] == 'an integer in [1, 4] or "full"'
+    assert info["schema"]["additionalProperties"] is False
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", info["versions"]["fathom"])
+
+
+class TestUnmodifiedOpenAI:
+    def test_chat(self, server, model):
+        answer = server.openai.chat.completions.create(
+            model=model, messages=HELLO, max_tokens=6, temperature=0
+        )
+        assert answer.choices[0].message.content
+        assert answer.usage.completion_tokens == 6
+        check_account(answer.fathom)
+        assert answer.fathom["prompt_tokens"] == answer.usage.prompt_tokens
+
+    def test_chat_with_a_policy(self, server, model):
+        answer = server.openai.chat.completions.create(
+            model=model,
+            messages=HELLO,
+            max_tokens=3,
+            extra_body={"fathom": {"preset": "exact", "decode": "full"}},
+        )
+        check_account(answer.fathom)
+
+    def test_streaming_says_the_same(self, server, model):
+        ask = {"model": model, "messages": HELLO, "max_tokens": 12, "temperature": 0}
+        whole = server.openai.chat.completions.create(**ask)
+        chunks = list(
+            server.openai.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        carrying = [chunk for chunk in chunks if getattr(chunk, "fathom", None)]
+        assert len(carrying) == 1 and carrying[0].choices[0].finish_reason == "length"
+        check_account(carrying[0].fathom)
+        assert chunks[-1].usage.completion_tokens == 12
+
+    def test_completions(self, server, model):
+        ask = {"model": model, "prompt": "The red box", "max_tokens": 8, "temperature": 0}
+        whole = server.openai.completions.create(**ask)
+        chunks = list(server.openai.completions.create(**ask, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        check_account(whole.fathom)
+        check_account(chunks[-1].fathom)
+
+    def test_stop_strings(self, server, model):
+        ask = {"model": model, "prompt": "The red box", "max_tokens": 30, "temperature": 0}
+        text = server.openai.completions.create(**ask).choices[0].text
+        stop = text[len(text) // 2 :][:3]
+        stopped = server.openai.completions.create(**ask, stop=[stop]).choices[0]
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == text[: text.index(stop)]
+
+    def test_a_seed_repeats_the_sample(self, server, model):
+        ask = {"model": model, "prompt": "The red box", "max_tokens": 12, "temperature": 1.0}
+        texts = [server.openai.completions.create(**ask, seed=seed).choices[0].text for seed in (7, 7, 8)]
+        assert texts[0] == texts[1]
+        assert texts[0] != texts[2]
+
+    def test_logprobs(self, server, model):
+        answer = server.openai.chat.completions.create(
+            model=model, messages=HELLO, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+        )
+        content = answer.choices[0].logprobs.content
+        assert len(content) == 4
+        for token in content:
+            assert token.logprob <= 0
+            assert len(token.top_logprobs) == 3
+            assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs), abs=1e-4)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_two_answers(self, server, model, stream):
+        made = server.openai.chat.completions.create(
+            model=model, messages=HELLO, max_tokens=5, n=2, temperature=1, stream=stream
+        )
+        if not stream:
+            assert [choice.index for choice in made.choices] == [0, 1]
+            check_account(made.fathom, generations=2)
+            return
+        chunks = list(made)
+        assert {chunk.choices[0].index for chunk in chunks} == {0, 1}
+        carrying = [chunk for chunk in chunks if getattr(chunk, "fathom", None)]
+        assert carrying == chunks[-1:]
+        check_account(carrying[0].fathom, generations=2)
+
+    def test_a_json_schema_is_obeyed(self, server, model):
+        schema = {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+            "required": ["ok", "n"],
+            "additionalProperties": False,
+        }
+        answer = server.openai.chat.completions.create(
+            model=model,
+            messages=HELLO,
+            max_tokens=60,
+            temperature=0,
+            response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        )
+        value = json.loads(answer.choices[0].message.content)
+        assert isinstance(value["ok"], bool) and value["n"] in (1, 2)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_responses(self, server, model, stream):
+        made = server.openai.responses.create(model=model, input="Where?", max_output_tokens=8, stream=stream)
+        response = list(made)[-1].response if stream else made
+        check_account(response.fathom)
+
+    def test_a_refusal_is_a_bad_request_error(self, server, model):
+        for create in (
+            lambda **more: server.openai.chat.completions.create(model=model, messages=HELLO, **more),
+            lambda **more: server.openai.completions.create(model=model, prompt="x", **more),
+            lambda **more: server.openai.responses.create(model=model, input="x", **more),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                create(extra_body={"fathom": {"lookahead": 99}})
+            assert caught.value.param == "fathom.lookahead"
+            assert "fathom.lookahead must be an integer in [1, 64], got 99" in str(caught.value)
+
+
+class TestUnmodifiedAnthropic:
+    @pytest.fixture
+    def claude(self, server):
+        return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+    def test_messages(self, claude, model):
+        answer = claude.messages.create(model=model, max_tokens=5, messages=HELLO)
+        assert answer.content[0].type == "text" and answer.usage.output_tokens == 5
+        check_account(answer.fathom)
+
+    def test_streaming(self, claude, model):
+        with claude.messages.stream(model=model, max_tokens=5, messages=HELLO) as stream:
+            events = list(stream)
+        carrying = [event for event in events if getattr(event, "fathom", None)]
+        assert [event.type for event in carrying] == ["message_delta"]
+        check_account(carrying[0].fathom)
+
+    def test_a_refusal(self, claude, model):
+        with pytest.raises(anthropic.BadRequestError, match="SFI is not available in this build"):
+            claude.messages.create(
+                model=model, max_tokens=5, messages=HELLO, extra_body={"fathom": {"decode": "slow_fast"}}
+            )
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("policy", [None, {"preset": "exact"}, {"depth_cutoff": 4, "tsp_rate": 1}])
+def test_every_route_accounts_for_its_answer(client, body, route, policy):
+    members = {} if policy is None else {"fathom": policy}
+    check_account(client.post(route, json=body(route, **members)).json()["fathom"])
+    reply = client.post(route, json=body(route, stream=True, **members))
+    carrying = [event for event in events_of(reply.text) if "fathom" in event]
+    assert len(carrying) == 1
+    check_account(carrying[0]["fathom"])
+
+
+def test_a_batch_accounts_for_each_item(client):
+    ask = {"text": ["one", "two words"], "sampling_params": {"max_new_tokens": 3}}
+    for item in client.post(GENERATE, json=ask).json():
+        check_account(item["fathom"])
+        assert item["fathom"]["prompt_tokens"] == item["meta_info"]["prompt_tokens"]
+    events = events_of(client.post(GENERATE, json=ask | {"stream": True}).text)
+    assert [event["fathom"]["generations"] for event in events if "fathom" in event] == [2]
+
+
+LONG = "red box " * 9000
+REFUSED = [
+    ({"fathom": {"prefill_keep_rate": 1.7}}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 1.7'),
+    (
+        {"fathom": {"prefill_keep_rate": 0.5}},
+        "SpecPrefill is not available in this build; legal: 1.0, got 0.5",
+    ),
+    ({"fathom": {"lookahead": 0}}, "fathom.lookahead must be an integer in [1, 64], got 0"),
+    ({"fathom": {"depth_cutoff": 3}}, 'SPEED is not available in this build; legal: "full", got 3'),
+    ({"fathom": {"depth_cutoff": 5}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 5'),
+    ({"fathom": {"anchors": "x"}}, 'fathom.anchors must be one of "bos", "none", got "x"'),
+    ({"fathom": {"tsp_rate": 0.2}}, "FastKV is not available in this build; legal: 1.0, got 0.2"),
+    ({"fathom": {"kv_retention_rate": 0}}, "fathom.kv_retention_rate must be in (0, 1], got 0"),
+    (
+        {"fathom": {"retention_policy": 1}},
+        'fathom.retention_policy must be one of "saliency", "random", got 1',
+    ),
+    (
+        {"fathom": {"decode": "slow_fast"}},
+        'SFI is not available in this build; legal: "full", got "slow_fast"',
+    ),
+    ({"fathom": {"speculative": True}}, "drafting is not available in this build; legal: false, got true"),
+    (
+        {"fathom": {"preset": "turbo"}},
+        'fathom.preset: "turbo" is not available in this build; legal: "exact"',
+    ),
+    ({"fathom": {"depth": 3}}, "fathom.depth is not a policy field; legal fields: preset, "),
+    ({"fathom": 1}, "fathom must be an object, got 1"),
+    ({"sampling_params": {"custom_params": {"fathom": {}}}}, "custom_params.fathom is reserved"),
+    ({"extra_key": "fathom/0123456789abcdef/"}, 'extra_key must not start with "fathom/"'),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("members", "message"), REFUSED, ids=[json.dumps(r[0]) for r in REFUSED])
+def test_every_refusal(client, body, route, members, message):
+    if route == MESSAGES and "extra_key" in members:
+        members, message = {"custom_params": {"fathom": 1}}, "custom_params.fathom is reserved"
+    reply = client.post(route, json=body(route) | members)
+    assert reply.status_code == 400
+    assert message in message_of(reply.json())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (b'{"bad', "the request body is not valid JSON"),
+        (b"[]", "the request body must be a JSON object"),
+        ({"temperature": -1, "sampling_params": {"temperature": -1}}, "temperature must be"),
+        ({"n": 0, "sampling_params": {"n": 0}}, "n must be at least 1, got 0"),
+        ({"messages": 3, "prompt": {}, "input": 3, "text": 3}, "Input should be a valid list"),
+    ],
+    ids=["json", "list", "temperature", "n", "type"],
+)
+def test_a_bad_request_is_a_400_that_shows_no_insides(client, body, route, case):
+    content, message = case
+    raw = content if isinstance(content, bytes) else json.dumps(body(route) | content).encode()
+    reply = client.post(route, content=raw, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert message in message_of(reply.json())
+    assert not re.search(r'Traceback|File "|\.py\b|\.cc\b|site-packages|/srt/', reply.text)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_prompt_over_the_context_length(client, body, route):
+    reply = client.post(route, json=body(route, text=LONG))
+    assert reply.status_code == 400
+    assert re.search(
+        r"input \(\d+ tokens\) is longer than the model's context length", message_of(reply.json())
+    )
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_a_streamed_prompt_over_the_context_length(client, body, route):
+    assert client.post(route, json=body(route, text=LONG, stream=True)).status_code == 400
+
+
+@pytest.mark.parametrize("route", [RESPONSES, MESSAGES, GENERATE])
+def test_routes_that_have_begun_to_stream_say_it_inside(client, body, route):
+    reply = client.post(route, json=body(route, text=LONG, stream=True))
+    assert "longer than the model's context length" in reply.text
+
+
+def test_unknown_sampling_parameters_and_schemas_are_named(client, body):
+    ask = body(GENERATE)
+    ask["sampling_params"]["temprature"] = 1
+    reply = client.post(GENERATE, json=ask)
+    assert reply.status_code == 400
+    assert message_of(reply.json()) == "sampling_params.temprature is not a sampling parameter"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    reply = client.post(CHAT, json=body(CHAT, response_format=schema))
+    assert reply.status_code == 400
+    assert "nonsense" in message_of(reply.json()) and "/" not in message_of(reply.json())
+
+
+def test_routes_without_a_policy_run_the_default(client, model, body):
+    reply = client.post("/invocations", json=body(CHAT))
+    assert reply.status_code == 200
+    reply = client.post("/invocations", json=body(CHAT, extra_key="fathom/0123456789abcdef/"))
+    assert reply.status_code == 400
+
+
+def metrics(client):
+    """Sums, counts and counters of our series, by name and labels."""
+    found = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith("fathom:") and "_bucket" not in line:
+            key, value = line.rsplit(" ", 1)
+            found[key] = float(value)
+    return found
+
+
+def difference(before, after, name, **labels):
+    """How much a series grew, over all its labels that match."""
+    keys = [key for key in after if key.startswith(name + "{")]
+    keys = [key for key in keys if all(f'{label}="{value}"' in key for label, value in labels.items())]
+    return sum(after[key] - before.get(key, 0) for key in keys)
+
+
+def test_tokens_and_outcomes_are_counted_once(client, body):
+    before = metrics(client)
+    client.post(CHAT, json=body(CHAT, tokens=5, n=3))
+    client.post(CHAT, json=body(CHAT, tokens=5, stream=True))
+    client.post(CHAT, json=body(CHAT, text=LONG))
+    after = metrics(client)
+    where = {"route": CHAT, "preset": "exact"}
+    assert difference(before, after, "fathom:requests_total", outcome="length", **where) == 4
+    assert difference(before, after, "fathom:requests_total", outcome="error", **where) == 1
+    assert difference(before, after, "fathom:requests_total") == 5
+    assert difference(before, after, "fathom:request_output_tokens_total", **where) == 20
+    assert difference(before, after, "fathom:time_to_first_token_seconds_count", **where) == 4
+    assert difference(before, after, "fathom:time_per_output_token_seconds_count", **where) == 4
+    text = client.get("/metrics").text
+    assert "sglang:time_to_first_token_seconds_bucket" in text
+    assert 'le="300.0"' in text
+
+
+def long_prompt(number):
+    """About 4,000 tokens that share no prefix with another number's."""
+    return f"{number} and " + "the red box is in the old house . " * 400
+
+
+def timed_stream(client, ask):
+    """Seconds to the first token, to the last, and the number of tokens, by this process's clock."""
+    start, times = time.perf_counter(), []
+    with client.stream("POST", GENERATE, json=ask | {"stream": True}) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                times.append(time.perf_counter())
+                last = json.loads(line[6:])
+    return times[0] - start, times[-1] - start, last["meta_info"]["completion_tokens"]
+
+
+def test_streaming_times_agree_with_the_clients_clock(client, body):
+    before = metrics(client)
+    runs = [timed_stream(client, body(GENERATE, tokens=30, text=long_prompt(n))) for n in range(3)]
+    after = metrics(client)
+    ttft = sum(first for first, _, _ in runs)
+    tpot = sum((end - first) / (tokens - 1) for first, end, tokens in runs)
+    latency = sum(end for _, end, _ in runs)
+    assert [tokens for _, _, tokens in runs] == [30] * 3
+    measured = {
+        name: difference(before, after, f"fathom:{name}_seconds_sum", route=GENERATE) for name in TIMES
+    }
+    assert measured["time_to_first_token"] == pytest.approx(ttft, rel=0.1)
+    assert measured["time_per_output_token"] == pytest.approx(tpot, rel=0.1)
+    assert measured["request_latency"] == pytest.approx(latency, rel=0.1)
+
+
+TIMES = ("time_to_first_token", "time_per_output_token", "request_latency")
+
+
+def test_times_without_streaming_are_those_of_the_engine(client, body):
+    """The HTTP process sees such outputs in groups of fifty: its own clock would put them all at the end."""
+    streamed = [timed_stream(client, body(GENERATE, tokens=45, text=long_prompt(n))) for n in range(10, 12)]
+    before, latency = metrics(client), 0.0
+    for number in range(20, 22):
+        start = time.perf_counter()
+        client.post(GENERATE, json=body(GENERATE, tokens=45, text=long_prompt(number)))
+        latency += time.perf_counter() - start
+    after = metrics(client)
+    measured = {
+        name: difference(before, after, f"fathom:{name}_seconds_sum", route=GENERATE) for name in TIMES
+    }
+    assert measured["request_latency"] == pytest.approx(latency, rel=0.1)
+    decoding = measured["time_per_output_token"] * 44
+    assert measured["time_to_first_token"] + decoding == pytest.approx(measured["request_latency"], rel=1e-6)
+    assert decoding == pytest.approx(sum(end - first for first, end, _ in streamed), rel=0.5)
+
+
+def test_an_aborted_request_is_counted_and_not_timed(client, body):
+    before = metrics(client)
+    with client.stream("POST", GENERATE, json=body(GENERATE, tokens=4000, stream=True)) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        after = metrics(client)
+        if difference(before, after, "fathom:requests_total", outcome="abort"):
+            break
+        time.sleep(0.5)
+    assert difference(before, after, "fathom:requests_total", outcome="abort", route=GENERATE) == 1
+    assert difference(before, after, "fathom:time_to_first_token_seconds_count") == 0
+    check_account(client.post(GENERATE, json=body(GENERATE)).json()["fathom"])
+
+
+def test_tokens_are_sent_as_they_are_made(client, body):
+    """The first must arrive long before the last: nothing on the way gathers the stream."""
+    first, end, tokens = timed_stream(client, body(GENERATE, tokens=200))
+    assert tokens == 200
+    assert first < end / 4
+
+
+@pytest.fixture(scope="module")
+def guarded(start_server, tiny_model):
+    return start_server(tiny_model, "--dtype", "float32", "--api-key", "k", "--max-body-mib", "1")
+
+
+def test_a_key_is_asked_for_before_a_body_is_read(guarded):
+    assert guarded.client.post(CHAT, content=b"{").status_code == 401
+    reply = httpx.post(guarded.url + CHAT, content=b"{", headers={"authorization": "Bearer k"})
+    assert reply.status_code == 400
+
+
+def test_a_body_over_the_limit(guarded):
+    headers = {"authorization": "Bearer k"}
+    reply = httpx.post(guarded.url + CHAT, json={"messages": "x" * (1 << 20)}, headers=headers)
+    assert reply.status_code == 413
+    assert "larger than the limit of 1048576 bytes" in reply.json()["message"]
+
+
+def test_the_server_ends_cleanly(guarded):
+    """After the tests above: n > 1 answers must not leave anything to wait for."""
+    headers = {"authorization": "Bearer k"}
+    model = httpx.get(guarded.url + "/v1/models", headers=headers).json()["data"][0]["id"]
+    ask = {"model": model, "messages": HELLO, "max_tokens": 2, "n": 2}
+    assert httpx.post(guarded.url + CHAT, json=ask, headers=headers, timeout=60).status_code == 200
+    assert guarded.stop() == 0
+    text = guarded.log.read_text()
+    assert "Fathom is ready: http://127.0.0.1:" in text
+    assert "Traceback" not in text and "leaked" not in text
