@@ -38,21 +38,24 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
 def start_all(
     running: list[servers.Server], variants: list[Variant], at: Place, logs: Path, limit: float
 ) -> list[dict]:
-    """Start every server at once and wait for all. Returns what each is, for the report."""
-    for variant in variants:
+    """Start the servers, each after the one before is ready. Returns what each is, for the report.
+
+    Engines also pick ports by themselves, and two that start together can pick the same one.
+    """
+    described = []
+    for variant in tqdm(variants, desc="starting", unit="server"):
         here = replace(at, port=servers.free_port())
         command = [here.fill(part) for part in variant.command]
         env = {key: here.fill(value) for key, value in variant.env.items()}
-        running.append(servers.start(variant, command, env, here.port, logs))
-    described = []
-    for server in tqdm(running, desc="starting", unit="server"):
+        server = servers.start(variant, command, env, here.port, logs)
+        running.append(server)
         server.wait_ready(limit)
         described.append(
             {
-                "name": server.variant.name,
-                "command": server.process.args,
-                "env": server.variant.env,
-                "body": server.variant.body,
+                "name": variant.name,
+                "command": command,
+                "env": env,
+                "body": variant.body,
                 "startup_seconds": server.started,
                 "identity": liveness.identify(server),
             }

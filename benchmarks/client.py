@@ -91,7 +91,7 @@ async def complete(
     body = request_body(prompt, output_tokens, extra)
     try:
         reply = await asyncio.wait_for(_stream(client, body), limit)
-    except (TimeoutError, asyncio.TimeoutError):
+    except TimeoutError:
         raise BenchError(
             f"{client.base_url} took over {limit:g} s for a prompt of {len(prompt)} tokens"
         ) from None

@@ -77,7 +77,7 @@ def header(argv: list[str], shape: Shape, settings: Settings) -> dict:
     """Everything that is known before the first measurement."""
     return {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["fathom", "bench", *argv]),
         "hardware": hardware(),
         "versions": versions(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,17 +25,27 @@ _PR_SET_PDEATHSIG = 1
 _STOP_GRACE = 5.0
 
 
+_PORTS = range(20000, 32000)
+"""Below the range that Linux takes outgoing ports from: none of these vanishes between choice and use."""
+
+
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in random.sample(_PORTS, k=100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise BenchError(f"no free port found in {_PORTS.start}..{_PORTS.stop - 1}")
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
-    """This process's environment, the same number of threads for every server, no network look-ups."""
-    cores = str(len(os.sched_getaffinity(0)))
-    common = {"OMP_NUM_THREADS": cores, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    """This process's environment with the same threads for every server, no GPU and no network look-ups."""
+    common = {
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
     return {**os.environ, **common, **extra}
 
 

@@ -71,13 +71,12 @@ class Usage:
 
 
 class Sampler:
-    """Samples a process tree from a thread while the `with` block runs; `usage` is complete after it.
+    """Samples the processes that a tree has at the start of a `with` block; `usage` is complete after the block.
 
-    RSS is one small read per process and sampled every `interval` seconds. PSS makes the kernel walk the
-    pages, so it is taken once a second and once at the end. Peaks that last less than an interval are missed.
+    RSS costs microseconds and is read every `interval` seconds; a peak shorter than that is missed. PSS makes the
+    kernel walk all pages (10 ms per process), so it is read once, after the block: its peak is that value plus what
+    RSS has fallen from its own peak, as memory that comes and goes within a request is not shared.
     """
-
-    PSS_EVERY = 1.0
 
     def __init__(self, pid: int, interval: float = 0.1):
         self._pid, self._interval = pid, interval
@@ -86,18 +85,9 @@ class Sampler:
         self._members: list[psutil.Process] = []
         self.usage = Usage()
 
-    def _take_pss(self) -> list[psutil.Process]:
-        processes = tree(self._pid)
-        self.usage.rss_peak = max(self.usage.rss_peak, rss(processes))
-        self.usage.pss_peak = max(self.usage.pss_peak, pss(processes))
-        return processes
-
     def _run(self) -> None:
-        processes, next_pss = self._members, time.monotonic() + self.PSS_EVERY
         while not self._stop.wait(self._interval):
-            self.usage.rss_peak = max(self.usage.rss_peak, rss(processes))
-            if time.monotonic() >= next_pss:
-                processes, next_pss = self._take_pss(), time.monotonic() + self.PSS_EVERY
+            self.usage.rss_peak = max(self.usage.rss_peak, rss(self._members))
 
     def _clocks(self) -> tuple[float, float, float]:
         ours = cpu_seconds([psutil.Process(), *self._members])
@@ -113,6 +103,8 @@ class Sampler:
         after = self._clocks()
         self._stop.set()
         self._thread.join()
-        self._take_pss()
         wall, busy, ours = (b - a for a, b in zip(self._before, after, strict=True))
         self.usage.foreign_cpu = min(1.0, max(0.0, (busy - ours) / (wall * (psutil.cpu_count() or 1))))
+        rss_now = rss(self._members)
+        self.usage.rss_peak = max(self.usage.rss_peak, rss_now)
+        self.usage.pss_peak = pss(self._members) + self.usage.rss_peak - rss_now
