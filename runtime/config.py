@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 MECHANISMS: frozenset[str] = frozenset()
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
@@ -100,7 +100,7 @@ class Spec:
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if self.kind is float:
-            return isinstance(value, int | float) and self.low < value <= self.high
+            return isinstance(value, int | float) and self.low < value <= (self.high or 0)
         if self.kind is int:
             high = limits.layers if self.high is None else self.high
             return isinstance(value, int) and value >= self.low and (high is None or value <= high)
@@ -312,11 +312,11 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
         PolicyError: when a value is out of the model's range, or asks for a mechanism that is not there.
     """
     _check(policy._values(), limits)
-    if isinstance(policy.depth_cutoff, int):
-        if policy.depth_cutoff == limits.layers:
-            policy = replace(policy, depth_cutoff="full")
-        elif policy.depth_cutoff % limits.span:
-            _raise_off_span(policy.depth_cutoff, limits)
+    cutoff = policy.depth_cutoff
+    if cutoff == limits.layers:
+        policy = replace(policy, depth_cutoff="full")
+    elif isinstance(cutoff, int) and cutoff % limits.span:
+        _raise_off_span(cutoff, limits)
     for name, value in policy._values().items():
         spec = SPECS[name]
         if spec.mechanism and not spec.tunes and value != spec.neutral and spec.mechanism not in MECHANISMS:
@@ -325,7 +325,7 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
     return policy.canonical()
 
 
-def _raise_off_span(cutoff: int, limits: Limits) -> None:
+def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:
     below = cutoff - cutoff % limits.span
     nearest = [str(value) for value in (below, below + limits.span) if value >= limits.span]
     message = f"fathom.depth_cutoff must be a multiple of {limits.span} layers, got {cutoff}; nearest: "

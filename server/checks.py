@@ -99,7 +99,7 @@ def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ
     """
     for refusal in REFUSALS:
         value = getattr(arguments, refusal.name, None)
-        if value is not None and refusal.refused(value):
+        if isinstance(value, refusal.kind) and refusal.refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"
             raise StartError(f"{shown} is not supported: {refusal.reason}")
     for name, reason in REFUSED_ENVIRONMENT.items():
@@ -128,7 +128,7 @@ def check_port(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 message = f"port {port} on {host} is already in use; choose another one with --port"
             else:
-                message = f"cannot listen on {host}:{port}: {os.strerror(error.errno)}"
+                message = f"cannot listen on {host}:{port}: {error.strerror}"
             raise StartError(message, FAILURE) from None
 
 

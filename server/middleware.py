@@ -199,7 +199,7 @@ class Answer:
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif self._held is not None:
-            await self._hold(message)
+            await self._hold(self._held, message)
         elif self._events is not None:
             body = self._events.feed(message.get("body", b""), message.get("more_body", False))
             await self._send({**message, "body": body})
@@ -217,11 +217,11 @@ class Answer:
             self._events = EventEcho(self._context, self._remember)
         await self._send(message)
 
-    async def _hold(self, message: Message) -> None:
+    async def _hold(self, start: Message, message: Message) -> None:
         self._parts.append(message.get("body", b""))
         if message.get("more_body", False):
             return
-        start, self._held = self._held, None
+        self._held = None
         body = b"".join(self._parts)
         if start["status"] >= 400:
             body = rewrite(self._context.route, start["status"], body)

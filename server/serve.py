@@ -16,6 +16,7 @@ from fathom.server.checks import StartError
 from fathom.server.context import Face
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
+ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
 DEMO_NAME = "fathom-demo"
 DEFAULT_MAX_BODY_MIB = 64
 
@@ -71,8 +72,8 @@ def parser() -> Parser:
     model.add_argument("--demo", action="store_true", help="serve the small model that comes with Fathom")
     model.add_argument("--draft-model-path", metavar="MODEL", help="draft model, with the same vocabulary")
     network = result.add_argument_group("network")
-    network.add_argument("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
-    network.add_argument("--port", type=int, default=DEFAULT_PORT, help="port (default: %(default)s)")
+    network.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
+    network.add_argument("--port", type=int, help=f"port (default: {DEFAULT_PORT})")
     network.add_argument(
         "--max-body-mib",
         type=int,
@@ -87,8 +88,9 @@ def parser() -> Parser:
 def _engine_parser() -> Parser:
     """The options of SGLang that are looked at before SGLang is loaded."""
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
-    result.add_argument("--served-model-name")
-    result.add_argument("--log-level", default="warning")
+    result.add_argument("--config")
+    for flag in ENGINE_DEFAULTS:
+        result.add_argument(flag)
     checks.add_refused(result)
     return result
 
@@ -102,7 +104,7 @@ def plan(argv: list[str]) -> Plan:
     """
     positional = argv[0] if argv and not argv[0].startswith("-") else None
     own, flags = parser().parse_known_args(argv[1:] if positional else argv)
-    engine, _ = _engine_parser().parse_known_args(flags)
+    engine = _engine_options(flags)
     checks.refuse_bypass(engine)
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
@@ -110,32 +112,56 @@ def plan(argv: list[str]) -> Plan:
         policy = config.from_arguments(own)
     except config.PolicyError as error:
         raise StartError(str(error)) from None
-    given = [value for value in (positional, own.model_path, own.demo or None) if value is not None]
-    if len(given) != 1:
-        problem = "give a model" if not given else "give only one model"
+    models = [value for value in (positional, own.model_path, own.demo or None) if value is not None]
+    models = models or [value for value in [getattr(engine, "model_path", None)] if value is not None]
+    if len(models) != 1:
+        problem = "give a model" if not models else "give only one model"
         raise StartError(f"{problem}: MODEL, --model-path MODEL, or --demo")
-    model = str(checks.demo_model()) if own.demo else positional or own.model_path
+    model = str(checks.demo_model()) if own.demo else models[0]
     name = engine.served_model_name or (DEMO_NAME if own.demo else model)
+    host = own.host or getattr(engine, "host", DEFAULT_HOST)
+    port = own.port if own.port is not None else getattr(engine, "port", DEFAULT_PORT)
+    fixed = ["--model-path", model, "--host", host, "--port", str(port)]
     return Plan(
         model=model,
         name=name,
-        host=own.host,
-        port=own.port,
+        host=host,
+        port=port,
         draft=own.draft_model_path,
-        engine_flags=_engine_flags(flags, own, model, name),
+        engine_flags=[*fixed, *flags, *_missing(engine, name)],
         face=Face(default=policy, max_body_bytes=own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
     )
 
 
-def _engine_flags(flags: list[str], own: argparse.Namespace, model: str, name: str) -> list[str]:
-    """SGLang's flags: those given, and our defaults for those that are not."""
-    given = {flag.split("=", 1)[0] for flag in flags}
-    result = ["--model-path", model, "--host", own.host, "--port", str(own.port), *flags]
-    for flag, value in {"--served-model-name": name, "--log-level": "warning"}.items():
-        if flag not in given:
-            result += [flag, value]
-    return result if "--enable-metrics" in given else [*result, "--enable-metrics"]
+def _engine_options(flags: list[str]) -> argparse.Namespace:
+    """SGLang's options as far as they matter here: from its configuration file, overridden by the flags."""
+    found, _ = _engine_parser().parse_known_args(flags)
+    if found.config is None:
+        return found
+    import yaml
+
+    try:
+        with open(found.config) as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise StartError(f"--config {found.config}: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise StartError(f"--config {found.config}: must hold a mapping of options")
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if getattr(found, name, None) is None:
+            setattr(found, name, value)
+    return found
+
+
+def _missing(engine: argparse.Namespace, name: str) -> list[str]:
+    """SGLang's flags for our defaults, where the operator said nothing else."""
+    result = ["--enable-metrics"]
+    for flag, value in ENGINE_DEFAULTS.items():
+        if getattr(engine, flag.removeprefix("--").replace("-", "_")) is None:
+            result += [flag, value or name]
+    return result
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -194,8 +220,10 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     from fathom.server.app import launch
 
     def ready() -> None:
-        url = f"http://{work.host}:{work.port}"
-        print(f"Fathom is ready: {url} (model {work.name}, policy {work.face.default.preset})", flush=True)
+        print(
+            f"Fathom is ready: {server_args.url()} (model {work.name}, policy {work.face.default.preset})",
+            flush=True,
+        )
 
     code = 0
     try:

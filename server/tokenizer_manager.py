@@ -113,11 +113,11 @@ class FathomTokenizerManager(TokenizerManager):
 
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
         super().collect_metrics(state, recv_obj, i)
-        account = account_of(state)
-        if not state.finished or account is None:
+        account, metrics = account_of(state), self.request_metrics
+        if not state.finished or account is None or metrics is None:
             return
         outcome = outcome_of(recv_obj.finished_reasons[i])
-        self.request_metrics.count(account, outcome)
+        metrics.count(account, outcome)
         output_tokens = recv_obj.completion_tokens[i]
         if outcome in ("abort", "error") or output_tokens == 0:
             return
@@ -126,7 +126,7 @@ class FathomTokenizerManager(TokenizerManager):
             # Without streaming, outputs come in groups: only the scheduler saw the first token.
             first_token = account.first_token
         end = state.time_stats.finished_time
-        self.request_metrics.observe(account, first_token, end, recv_obj.prompt_tokens[i], output_tokens)
+        metrics.observe(account, first_token, end, recv_obj.prompt_tokens[i], output_tokens)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         reason = recv_obj.finished_reason or {"type": "abort"}
@@ -209,9 +209,9 @@ def cache_key(extra_key: str | None, policy: Policy) -> str | None:
     """
     name = policy.fingerprint()
     prefix = "" if name == "exact" else f"{CACHE_KEY_PREFIX}{name}/"
-    reserved = isinstance(extra_key, str) and extra_key.startswith(CACHE_KEY_PREFIX)
-    if reserved and prefix and extra_key.startswith(prefix):
-        return extra_key
-    if reserved:
+    key = extra_key if isinstance(extra_key, str) else ""
+    if key.startswith(CACHE_KEY_PREFIX):
+        if prefix and key.startswith(prefix):
+            return key
         raise ValueError(f'extra_key must not start with "{CACHE_KEY_PREFIX}": it is reserved')
-    return prefix + (extra_key or "") if prefix else extra_key
+    return prefix + key if prefix else extra_key

@@ -223,5 +223,22 @@ def test_options_are_split_between_us_and_the_engine(model):
     assert work.name == str(model)
     named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
     assert named.name == "m"
-    assert named.engine_flags.count("--enable-metrics") == 1
-    assert "warning" not in named.engine_flags
+    assert "warning" not in named.engine_flags and named.engine_flags.count("--served-model-name") == 1
+
+
+def test_sglangs_configuration_file_is_respected(model, tmp_path, capsys):
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model-path: {model}\nport: 31777\nlog_level: info\n")
+    work = serve.plan(["--config", str(file)])
+    assert (work.model, work.host, work.port) == (str(model), "127.0.0.1", 31777)
+    assert "--config" in work.engine_flags and "warning" not in work.engine_flags
+    assert serve.plan(["--config", str(file), "--port", "31778"]).port == 31778
+    file.write_text("grpc-mode: true")
+    assert cli.main(["serve", str(model), "--config", str(file)]) == 2
+    assert "--grpc-mode is not supported" in capsys.readouterr().err
+    for content, message in (("[", "--config"), ("- a", "must hold a mapping"), (None, "No such file")):
+        file.unlink()
+        if content:
+            file.write_text(content)
+        assert cli.main(["serve", str(model), "--config", str(file)]) == 2
+        assert message in capsys.readouterr().err

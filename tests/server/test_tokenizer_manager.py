@@ -1,0 +1,204 @@
+"""What leaves the HTTP process with a request, and what is kept of what comes back."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fathom.runtime import config
+from fathom.runtime.config import Policy
+from fathom.runtime.sglang_host import torchvision_ops
+from fathom.server.metrics import Account, outcome_of
+
+torchvision_ops.declare()
+
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
+
+from fathom.server import tokenizer_manager as ours  # noqa: E402
+from fathom.server.tokenizer_manager import FathomTokenizerManager, apply_policy, cache_key  # noqa: E402
+
+EXACT = Policy()
+DEEP = Policy(preset=config.CUSTOM, depth_cutoff=4)
+SELECTIVE = Policy(preset=config.CUSTOM, prefill_keep_rate=0.2)
+
+keys = st.none() | st.text(max_size=6) | st.just("fathom") | st.just("a/fathom/")
+
+
+@given(keys, keys, st.sampled_from([EXACT, DEEP, SELECTIVE]), st.sampled_from([EXACT, DEEP, SELECTIVE]))
+def test_policies_never_share_a_cache_key(one, other, policy, another):
+    first, second = cache_key(one, policy), cache_key(other, another)
+    same = policy == another and (one or "") == (other or "")
+    assert ((first or "") == (second or "")) == same
+    assert cache_key(first, policy) == first
+
+
+def test_exact_leaves_the_cache_key_alone():
+    assert cache_key(None, EXACT) is None
+    assert cache_key("tenant", EXACT) == "tenant"
+
+
+@pytest.mark.parametrize("policy", [EXACT, SELECTIVE])
+def test_another_policys_name_space_is_refused(policy):
+    with pytest.raises(ValueError, match="reserved"):
+        cache_key(cache_key("x", DEEP), policy)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "texts"),
+    [
+        (None, "a"),
+        ({"temperature": 0}, "a"),
+        ({"custom_params": {"mine": 1}}, "a"),
+        ([{}, {"n": 1}], ["a", "b"]),
+    ],
+)
+def test_every_sampling_parameter_set_carries_the_policy(sampling, texts):
+    request = GenerateReqInput(text=texts, sampling_params=sampling, extra_key="t")
+    before = copy.deepcopy(sampling)
+    apply_policy(request, DEEP)
+    found = (
+        request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
+    )
+    for item in found:
+        assert Policy.from_wire(item["custom_params"]["fathom"]) == DEEP
+    if isinstance(before, dict) and "custom_params" in before:
+        assert found[0]["custom_params"]["mine"] == 1
+    assert sampling == before, "the caller's own object must not change"
+    assert request.extra_key == f"fathom/{DEEP.fingerprint()}/t"
+    request.normalize_batch_and_arguments()
+
+
+def test_a_list_of_cache_keys():
+    request = GenerateReqInput(text=["a", "b"], extra_key=["x", "y"])
+    apply_policy(request, DEEP)
+    assert request.extra_key == [f"fathom/{DEEP.fingerprint()}/{key}" for key in "xy"]
+
+
+def test_a_smuggled_policy_is_overwritten():
+    request = GenerateReqInput(text="a", sampling_params={"custom_params": {"fathom": DEEP.to_wire()}})
+    apply_policy(request, EXACT)
+    assert request.sampling_params["custom_params"]["fathom"] == EXACT.to_wire()
+    with pytest.raises(ValueError, match="custom_params must be an object"):
+        apply_policy(GenerateReqInput(text="a", sampling_params={"custom_params": [1]}), EXACT)
+
+
+def test_n_generations_are_counted_with_the_batch():
+    request = GenerateReqInput(text=["a", "b"], sampling_params={"n": 3})
+    request.normalize_batch_and_arguments()
+    assert ours.generations_of(request) == 6
+    single = GenerateReqInput(text="a")
+    single.normalize_batch_and_arguments()
+    assert ours.generations_of(single) == 1
+
+
+class Recorder:
+    def __init__(self):
+        self.outcomes, self.times = [], []
+
+    def count(self, account, outcome):
+        self.outcomes.append((account.route, outcome))
+
+    def observe(self, account, first_token, end, prompt_tokens, output_tokens):
+        self.times.append((first_token, end, prompt_tokens, output_tokens))
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """The manager without its sockets and model."""
+    made = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    made.request_metrics = Recorder()
+    made.rid_to_state = {}
+    monkeypatch.setattr(ours.TokenizerManager, "collect_metrics", lambda *_: None)
+    monkeypatch.setattr(ours.TokenizerManager, "_release_req_states_on_failure", lambda *_: None)
+    return made
+
+
+def state_of(stream=False, log_metrics=True, dispatched=False):
+    return SimpleNamespace(
+        obj=SimpleNamespace(stream=stream, log_metrics=log_metrics),
+        fathom_account=Account("/generate", "exact", 10.0),
+        finished=True,
+        dispatched=dispatched,
+        customized_info_accumulated={},
+        time_stats=SimpleNamespace(first_token_time=15.0, finished_time=16.0),
+    )
+
+
+REPORT = {"kept_tokens": 4, "first_token_time": 11.0}
+
+
+def test_the_report_is_taken_when_the_generation_ends(manager):
+    state, meta = state_of(), {}
+    info = {"fathom": [None, REPORT], "other": [[1], [2]]}
+    manager.update_request_meta_info(meta, state, info, 0, None)
+    assert meta == {"other": [1]}
+    manager.update_request_meta_info(meta, state, info, 1, {"type": "stop"})
+    assert meta == {"other": [1, 2], "fathom": {"kept_tokens": 4}}
+    assert state.fathom_account.first_token == 11.0
+
+
+def output(reason, tokens=6):
+    return SimpleNamespace(finished_reasons=[reason], completion_tokens=[tokens], prompt_tokens=[3])
+
+
+@pytest.mark.parametrize(("stream", "first"), [(False, 11.0), (True, 15.0)])
+def test_the_first_token_is_the_schedulers_without_streaming(manager, stream, first):
+    state = state_of(stream)
+    state.fathom_account.first_token = 11.0
+    manager.collect_metrics(state, output({"type": "length"}), 0)
+    assert manager.request_metrics.times == [(first, 16.0, 3, 6)]
+    assert manager.request_metrics.outcomes == [("/generate", "length")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [
+        ({"type": "abort"}, "abort"),
+        ({"type": "abort", "status_code": 503}, "error"),
+        ({"type": "stop", "matched": 1}, "stop"),
+        ({"type": "length"}, "length"),
+    ],
+)
+def test_only_what_ran_to_its_end_is_timed(manager, reason, outcome):
+    assert outcome_of(reason) == outcome
+    manager.collect_metrics(state_of(), output(reason), 0)
+    assert manager.request_metrics.outcomes == [("/generate", outcome)]
+    assert bool(manager.request_metrics.times) == (outcome in ("stop", "length"))
+
+
+def test_health_checks_and_running_requests_are_not_counted(manager):
+    manager.collect_metrics(state_of(log_metrics=False), output({"type": "stop"}), 0)
+    running = state_of()
+    running.finished = False
+    manager.collect_metrics(running, output(None), 0)
+    assert not manager.request_metrics.outcomes
+
+
+def test_a_request_that_never_reached_the_scheduler_is_an_error(manager):
+    manager.rid_to_state = {"a": state_of()}
+    try:
+        raise ValueError("too long")
+    except ValueError:
+        manager._release_req_states_on_failure(["a", "gone"])
+    assert manager.request_metrics.outcomes == [("/generate", "error")]
+
+
+def test_a_client_that_left_is_an_abort_and_counted_once(manager):
+    manager.rid_to_state = {"a": state_of()}
+    try:
+        raise GeneratorExit
+    except GeneratorExit:
+        manager._release_req_states_on_failure(["a"])
+    manager.rid_to_state = {"a": state_of(dispatched=True), "b": state_of()}
+    manager._release_req_states_on_failure(["a", "b"])
+    assert manager.request_metrics.outcomes == [("/generate", "abort")]
+
+
+def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
+    manager.rid_to_state = {"a": state_of(), "b": state_of(dispatched=True)}
+    manager._drop_placeholders(SimpleNamespace(rid=["a", "b", "c"]))
+    assert manager.rid_to_state.keys() == {"b"}
+    manager._drop_placeholders(SimpleNamespace(rid="b"))
+    assert manager.rid_to_state.keys() == {"b"}
