@@ -66,8 +66,9 @@ async def _events(client: httpx.AsyncClient, body: bytes):
 
 
 async def _stream(client: httpx.AsyncClient, body: bytes) -> Reply:
-    first = last = usage = fathom = None
-    text = []
+    usage = fathom = None
+    times: list[float] = []
+    text: list[str] = []
     start = time.perf_counter()
     async for at, event in _events(client, body):
         if "error" in event:
@@ -75,13 +76,12 @@ async def _stream(client: httpx.AsyncClient, body: bytes) -> Reply:
         fathom = event.get("fathom") or fathom
         usage = event.get("usage") or usage
         if event["choices"]:
-            first = first or at
-            last = at
+            times.append(at - start)
             text.append(event["choices"][0]["text"])
-    if first is None or usage is None:
+    if not times or usage is None:
         raise BenchError(f"{client.base_url} ended a stream without tokens or usage")
     counts = usage["prompt_tokens"], usage["completion_tokens"]
-    return Reply(*counts, first - start, last - start, len(text), "".join(text), fathom)
+    return Reply(*counts, times[0], times[-1], len(times), "".join(text), fathom)
 
 
 async def complete(
