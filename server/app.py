@@ -68,10 +68,20 @@ def launch(
         return init_tokenizer_manager(*args, TokenizerManagerClass=partial(FathomTokenizerManager, face=face))
 
     configure(http_server.app, face, internal_states)
-    http_server.launch_server(
-        server_args,
-        init_tokenizer_manager_func=init,
-        run_scheduler_process_func=children.run_scheduler_process,
-        run_detokenizer_process_func=children.run_detokenizer_process,
-        launch_callback=on_ready,
-    )
+    try:
+        http_server.launch_server(
+            server_args,
+            init_tokenizer_manager_func=init,
+            run_scheduler_process_func=children.run_scheduler_process,
+            run_detokenizer_process_func=children.run_detokenizer_process,
+            launch_callback=on_ready,
+        )
+    finally:
+        _stop_watchdog(http_server.get_global_state())
+
+
+def _stop_watchdog(state: Any) -> None:
+    """The engine's processes are about to be ended on purpose: their end is no crash to report."""
+    watchdog = state.tokenizer_manager._subprocess_watchdog if state is not None else None
+    if watchdog is not None:
+        watchdog.stop()

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import NoReturn
 
+from fathom.server import quiet
 from fathom.server.checks import StartError
 from fathom.server.version import versions
 
@@ -67,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fathom {command}: error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        return 0 if command == "serve" else 130
+        if command == "serve":  # being told to stop is how a server ends
+            quiet.leave(0)
+        return 130
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -242,3 +243,23 @@ def test_sglangs_configuration_file_is_respected(model, tmp_path, capsys):
             file.write_text(content)
         assert cli.main(["serve", str(model), "--config", str(file)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_being_stopped_while_loading_is_no_error(model, number):
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "fathom.server.cli",
+        "serve",
+        str(model),
+        "--port",
+        str(free_port()),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == f"Fathom is loading {model} ...\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors

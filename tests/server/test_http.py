@@ -429,10 +429,16 @@ def test_times_without_streaming_are_those_of_the_engine(client, body):
     assert decoding == pytest.approx(sum(end - first for first, end, _ in streamed), rel=0.5)
 
 
-def test_an_aborted_request_is_counted_and_not_timed(client, body):
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_aborted_request_is_counted_and_not_timed(client, body, stream):
     before = metrics(client)
-    with client.stream("POST", GENERATE, json=body(GENERATE, tokens=4000, stream=True)) as reply:
-        next(reply.iter_lines())
+    ask = body(GENERATE, tokens=4000, stream=stream)
+    if stream:
+        with client.stream("POST", GENERATE, json=ask) as reply:
+            next(reply.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(GENERATE, json=ask, timeout=2)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         after = metrics(client)
