@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()  # transformers imports torchvision too
@@ -85,21 +86,18 @@ def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = 
 
 
 @pytest.fixture(scope="session")
-def start_server(tmp_path_factory):
-    """Start a server: ``start_server(model, "--flag", ..., env={...}, stock=False)``. All end with the session."""
+def start_process(tmp_path_factory):
+    """Start a server by its command, to which a free port is added: ``start_process(command, env=None)``.
+
+    All servers end with the session.
+    """
     servers = []
     folder = tmp_path_factory.mktemp("servers")
 
-    def run(model, *flags, env=None, stock=False) -> Server:
+    def run(command: list[str], env: dict[str, str] | None = None) -> Server:
         port = free_port()
-        program = (
-            ["fathom.benchmarks.stock_sglang", "--model-path"] if stock else ["fathom.server.cli", "serve"]
-        )
-        if stock:
-            flags = ("--device", "cpu", "--attention-backend", "torch_native", *flags)
-            flags = (*flags, "--disable-overlap-schedule", "--sleep-on-idle", "--log-level", "warning")
-        command = [sys.executable, "-m", *program, str(model), "--port", str(port), *flags]
-        server = start(command, folder / f"{len(servers)}.log", f"http://127.0.0.1:{port}", env)
+        log = folder / f"{len(servers)}.log"
+        server = start([*command, "--port", str(port)], log, f"http://127.0.0.1:{port}", env)
         servers.append(server)
         return server
 
@@ -109,6 +107,20 @@ def start_server(tmp_path_factory):
         thread.start()
     for thread in stoppers:
         thread.join()
+
+
+@pytest.fixture(scope="session")
+def start_server(start_process):
+    """Start a server of a model: ``start_server(model, "--flag", ..., env=None, stock=False)``."""
+
+    def run(model, *flags, env=None, stock=False) -> Server:
+        fathom = [sys.executable, "-m", "fathom.server.cli", "serve", str(model), *flags]
+        cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+        quiet = ["--sleep-on-idle", "--log-level", "warning"]
+        sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
+        return start_process([*sglang, *cpu, *quiet, *flags] if stock else fathom, env)
+
+    return run
 
 
 @pytest.fixture(scope="session")

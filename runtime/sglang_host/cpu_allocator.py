@@ -11,6 +11,8 @@ class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
     A slot is ``page * page_size + offset``. Page 0 is SGLang's dummy page and never handed out.
     """
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fathom.kernels.decode_attention import DecodePlan, decode_attention, plan_decode, warm_up
-from fathom.kernels.extend_attention import extend_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
+
+from fathom.kernels.decode_attention import DecodePlan, decode_attention, plan_decode, warm_up
+from fathom.kernels.extend_attention import extend_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -45,6 +46,8 @@ def slots_of(page_table_row: torch.Tensor) -> slice | torch.Tensor:
 class CpuAttentionBackend(AttentionBackend):
     """Paged attention on the CPU: float32, bfloat16 and float16, GQA, sliding windows, chunked prefill."""
 
+    plan: StepPlan
+
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()
         config = model_runner.model_config
@@ -56,7 +59,6 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.kv_pool = model_runner.token_to_kv_pool
-        self.plan: StepPlan | None = None
         warm_up(
             config.num_attention_heads // model_runner.ps.tp_size,
             config.get_num_kv_heads(model_runner.ps.tp_size),

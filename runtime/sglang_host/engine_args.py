@@ -84,9 +84,10 @@ def build(argv: list[str]) -> "ServerArgs":
     from fathom.runtime.sglang_host import torchvision_ops
 
     torchvision_ops.declare()
-    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
     from sglang.srt.platforms import current_platform
     from sglang.srt.server_args import prepare_server_args
+
+    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
 
     if isinstance(current_platform, FathomCpuPlatform):
         argv = _limit_cpu_pool(with_cpu_defaults(argv))

@@ -16,11 +16,12 @@ SEAM_EXIT_CODE = 3
 
 def install() -> None:
     """Put our scheduler and, on a machine without a GPU, our attention backend in SGLang's places."""
-    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
-    from fathom.runtime.sglang_host.scheduler import FathomScheduler
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
+
+    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+    from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
     scheduler_module.Scheduler = FathomScheduler
     if isinstance(current_platform, FathomCpuPlatform):

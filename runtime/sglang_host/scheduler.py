@@ -4,12 +4,13 @@ import os
 from typing import Any
 
 import sglang
-from fathom.runtime.sglang_host import seams
-from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
-from fathom.runtime.sglang_host.worker import FathomWorker
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.platforms import current_platform
+
+from fathom.runtime.sglang_host import seams
+from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
+from fathom.runtime.sglang_host.worker import FathomWorker
 
 
 def _name(obj: object) -> str:

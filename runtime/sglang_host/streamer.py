@@ -1,11 +1,12 @@
 """Sends each finished request's account along with its last tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fathom.runtime.ledger import RequestLedger
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+from fathom.runtime.ledger import KvShape, RequestLedger
 
 REPORT_KEY = "fathom"  # in the output's customized_info
 
@@ -15,7 +16,7 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
     """SGLang's streamer that stamps first tokens and appends one report per finished request."""
 
     has_additional_customized_info: ClassVar[bool] = True
-    ledger: RequestLedger | None = None
+    ledger: RequestLedger = field(default_factory=lambda: RequestLedger(KvShape(0, 0)))
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         for request in reqs:

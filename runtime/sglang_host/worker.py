@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from fathom.runtime import flow
-from fathom.runtime.ledger import Account, KvShape, RequestLedger
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
+
+from fathom.runtime import flow
+from fathom.runtime.ledger import Account, KvShape, RequestLedger
 
 POLICY_KEY = "fathom"  # in SamplingParams.custom_params
 

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+
 from fathom.runtime.sglang_host import seams
 
 

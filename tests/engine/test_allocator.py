@@ -1,0 +1,56 @@
+"""Paged allocation on the CPU: slots follow each other inside pages, and no page is handed out twice."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
+
+PAGES = 1000
+
+
+class NoCache:
+    """Stands for the KV buffers, which allocation never touches."""
+
+
+def allocator(pages: int, page_size: int) -> CpuPagedAllocator:
+    return CpuPagedAllocator(pages * page_size, page_size, torch.float32, "cpu", NoCache(), need_sort=False)
+
+
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    growth=st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=8),
+)
+@settings(max_examples=80, deadline=None)
+def test_growing_requests_hold_disjoint_pages(page_size, growth):
+    pool = allocator(PAGES, page_size)
+    held: list[list[int]] = [[], [], []]
+    for step in growth:
+        before = torch.tensor([len(h) for h in held])
+        after = before + torch.tensor(step)
+        last = torch.tensor([h[-1] if h else -1 for h in held])
+        slots = pool.alloc_extend(before, before, after, after, last, int(sum(step)))
+        for h, part in zip(held, slots.split(step), strict=True):
+            h.extend(part.tolist())
+    pages = [{slot // page_size for slot in h} for h in held]
+    assert sum(map(len, pages)) == len(set().union(*pages))
+    assert pool.available_size() == (PAGES - sum(map(len, pages))) * page_size
+    for h in held:
+        assert all(slot >= page_size for slot in h), "page 0 is SGLang's dummy"
+        assert [slot % page_size for slot in h] == [i % page_size for i in range(len(h))]
+        assert all(h[i] + 1 == h[i + 1] for i in range(len(h) - 1) if (i + 1) % page_size)
+    for h in held:
+        pool.free(torch.tensor(h, dtype=torch.int64))
+    assert pool.available_size() == PAGES * page_size
+
+
+def test_a_full_pool_hands_out_nothing():
+    pool = allocator(3, 4)
+    none, ten, last = torch.tensor([0]), torch.tensor([10]), torch.tensor([-1])
+    slots = pool.alloc_extend(none, none, ten, ten, last, 10)
+    assert len(slots) == 10
+    assert pool.alloc_extend(none, none, ten, ten, last, 10) is None
+    eleven = torch.tensor([11])
+    assert pool.alloc_decode(eleven, eleven, slots[-1:]).tolist() == [int(slots[-1]) + 1]
+    assert isinstance(pool, PagedTokenToKVPoolAllocator)

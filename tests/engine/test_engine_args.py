@@ -1,0 +1,59 @@
+"""SGLang's flags on a machine without a GPU: defaults that give way, and a KV pool that fits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fathom.runtime.sglang_host import engine_args
+
+
+def test_defaults_give_way_to_what_is_given():
+    argv = ["--model-path", "m", "--chunked-prefill-size=64", "--sampling-backend", "x"]
+    flags = engine_args.with_cpu_defaults(argv)
+    assert flags[: len(argv)] == argv
+    added = flags[len(argv) :]
+    assert "--chunked-prefill-size" not in added
+    assert "--sampling-backend" not in added
+    assert added[added.index("--device") + 1] == "cpu"
+    assert "--sleep-on-idle" in added
+
+
+def config(**fields):
+    text = SimpleNamespace(
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        hidden_size=4096,
+        max_position_embeddings=131072,
+    )
+    for name, value in fields.items():
+        setattr(text, name, value)
+    return SimpleNamespace(get_text_config=lambda: text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype_bytes", "context", "tokens"),
+    [
+        ({}, 2, None, (4 << 30) // (2 * 32 * 8 * 128 * 2)),  # 4 GiB at 128 KiB a token
+        ({"num_key_value_heads": None}, 2, None, (4 << 30) // (2 * 32 * 32 * 128 * 2)),
+        ({"head_dim": None}, 4, None, (4 << 30) // (2 * 32 * 8 * 128 * 4)),
+        ({}, 2, 1000, 16000),  # 16 contexts are less
+        ({"num_hidden_layers": 1, "max_position_embeddings": 512}, 2, None, 16 * 512),
+    ],
+)
+def test_the_pool_is_4_gib_or_16_contexts(fields, dtype_bytes, context, tokens):
+    assert engine_args.cpu_pool_tokens(config(**fields), dtype_bytes, context) == tokens
+
+
+def test_built_arguments_keep_the_operators_limit(tiny_model):
+    built = engine_args.build(["--model-path", str(tiny_model), "--max-total-tokens", "777"])
+    assert built.max_total_tokens == 777
+    assert built.device == "cpu"
+    limited = engine_args.build(["--model-path", str(tiny_model), "--dtype", "float32"])
+    assert limited.max_total_tokens == 16 * 8192
+
+
+def test_an_unknown_flag_is_the_parsers_error(tiny_model):
+    with pytest.raises(SystemExit):
+        engine_args.build(["--model-path", str(tiny_model), "--no-such-flag"])
