@@ -44,14 +44,14 @@ def configure(app: FastAPI, face: Face, internal_states: Callable[[], Any]) -> N
 
 
 def launch(
-    server_args: Any, face: Face, on_ready: Callable[[], None], on_engine_failure: Callable[..., None]
+    server_args: Any, face: Face, on_ready: Callable[[dict[str, Any]], None], on_engine_failure: Callable[..., None]
 ) -> None:
     """Serve until stopped.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
         face: the server's policy defaults and limits.
-        on_ready: called once the first request can be answered.
+        on_ready: called with the engine process's first report once the first request can be answered.
         on_engine_failure: handler of the signal that an engine process sends when it fails to start.
     """
     from sglang.srt.entrypoints import http_server
@@ -67,6 +67,9 @@ def launch(
         signal.signal(signal.SIGQUIT, on_engine_failure)  # after SGLang's own, which kills without a word
         return init_tokenizer_manager(*args, TokenizerManagerClass=partial(FathomTokenizerManager, face=face))
 
+    def ready() -> None:
+        on_ready(http_server.get_global_state().scheduler_info)
+
     configure(http_server.app, face, internal_states)
     try:
         http_server.launch_server(
@@ -74,7 +77,7 @@ def launch(
             init_tokenizer_manager_func=init,
             run_scheduler_process_func=children.run_scheduler_process,
             run_detokenizer_process_func=children.run_detokenizer_process,
-            launch_callback=on_ready,
+            launch_callback=ready,
         )
     finally:
         _stop_watchdog(http_server.get_global_state())

@@ -219,7 +219,8 @@ def _server_args(flags: list[str]) -> Any:
 def _run(work: Plan, server_args: Any) -> NoReturn:
     from fathom.server.app import launch
 
-    def ready() -> None:
+    def ready(engine: dict[str, Any]) -> None:
+        _verify_engine(engine)
         print(
             f"Fathom is ready: {server_args.url()} (model {work.name}, policy {work.face.default.preset})",
             flush=True,
@@ -239,6 +240,18 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     finally:
         stop_children()
     quiet.leave(code)
+
+
+def _verify_engine(first_report: dict[str, Any]) -> None:
+    """End everything unless the engine process reported Fathom's scheduler when it started."""
+    from fathom.runtime.sglang_host import seams
+
+    try:
+        seams.verify_scheduler_report(first_report.get("fathom"))
+    except seams.SeamError as error:
+        print(f"fathom serve: error: {error}", file=sys.stderr, flush=True)
+        stop_children()
+        os._exit(checks.SEAM)
 
 
 def _engine_error(error: Exception) -> StartError:

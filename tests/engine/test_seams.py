@@ -79,6 +79,11 @@ BREAK_CHILD = """
             "module.TokenizerManager.collect_metrics = lambda self, state: None",
             "TokenizerManager.collect_metrics",
         ),
+        (
+            "fathom.runtime.sglang_host.process",
+            "module.install = lambda: None",
+            "the engine process runs stock SGLang",
+        ),
     ],
 )
 def test_the_server_refuses_a_broken_seam(tmp_path, tiny_model, module, damage, names):

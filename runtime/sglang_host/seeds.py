@@ -1,0 +1,62 @@
+"""Makes a request's ``seed`` count without SGLang's deterministic mode.
+
+SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives every
+request without a seed the same one. Its samplers draw from (seed, position) wherever the tensor is there, so filling
+it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
+"""
+
+import random
+from typing import Any
+
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from fathom.kernels.murmur_hash import murmur_hash32
+
+_merge_batch = SamplingBatchInfo.merge_batch
+
+
+def _random_seed() -> int:
+    return random.getrandbits(63)
+
+
+def _supported(info: SamplingBatchInfo) -> bool:
+    """SGLang's samplers refuse seeds beside min-p, and FlashInfer's altogether."""
+    return get_exec().kernel.sampling_backend == "pytorch" and not info.need_min_p_sampling
+
+
+def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.device)
+    # SGLang draws over the sorted vocabulary if any row has top-k or top-p, else over the vocabulary as it is:
+    # always the former, or a seed's sample would depend on the other rows.
+    info.need_top_k_sampling = True
+
+
+def adjusted_from_schedule_batch(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
+    """SGLang's hook at the end of ``from_schedule_batch``: fill the seeds if any request brought one."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if self.sampling_seed is None and any(seed is not None for seed in seeds) and _supported(self):
+        _set(self, [_random_seed() if seed is None else seed % (1 << 63) for seed in seeds])
+
+
+def merge_batch(self: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
+    """SGLang's ``merge_batch``, which drops the rows of a side without seeds: give it seeds first."""
+    both = (self, other)
+    if not (_supported(self) and _supported(other)):
+        if not get_exec().deterministic.enable_deterministic_inference:
+            self.sampling_seed = other.sampling_seed = None
+    elif any(info.sampling_seed is not None for info in both):
+        for info in both:
+            if info.sampling_seed is None:
+                _set(info, [_random_seed() for _ in range(len(info))])
+    _merge_batch(self, other)
+
+
+def install(on_cpu: bool) -> None:
+    """Put the functions in SGLang's places; on a CPU also a hash that needs no compiled operator."""
+    SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
+    SamplingBatchInfo.merge_batch = merge_batch
+    if on_cpu:
+        sampler.murmur_hash32 = murmur_hash32
