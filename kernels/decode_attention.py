@@ -8,12 +8,11 @@ import functools
 import math
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
+
+from fathom.kernels.numba_cpu import DTYPES, as_array, exp_float32, match_torch_threads, to_float32
 
 KEYS_PER_TASK = 1024
 KEYS_PER_BLOCK = 64
@@ -111,8 +110,8 @@ def decode_attention(
     partial_sum = np.empty((tasks, group), np.float32)
     kernel(
         query.float().numpy(),
-        _bits(keys),
-        _bits(values),
+        as_array(keys),
+        as_array(values),
         page_table.numpy(),
         (plan.row, plan.request, plan.head, plan.start, plan.stop, plan.first),
         (partial, partial_max, partial_sum),
@@ -120,40 +119,6 @@ def decode_attention(
         np.float32(scale),
     )
     return output, lse
-
-
-def _bits(buffer: torch.Tensor) -> np.ndarray:
-    """NumPy view of a KV buffer; 16-bit floats as their bits, which NumPy and Numba can address."""
-    return buffer.numpy() if buffer.dtype == torch.float32 else buffer.view(torch.uint16).numpy()
-
-
-@intrinsic
-def _bfloat16_to_float32(typing_context, bits):
-    def codegen(context, builder, signature, args):
-        wide = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def _float16_to_float32(typing_context, bits):
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@njit(inline="always")
-def _identity(x):
-    return x
-
-
-_WIDEN = {
-    torch.float32: _identity,
-    torch.bfloat16: _bfloat16_to_float32,
-    torch.float16: _float16_to_float32,
-}
 
 
 def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
@@ -169,10 +134,9 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
 @functools.cache
 def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     """The kernel with its loop bounds fixed, which lets LLVM unroll and vectorise them."""
-    if dtype not in _WIDEN:
-        raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, _WIDEN))}")
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-    widen = _WIDEN[dtype]
+    if dtype not in DTYPES:
+        raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
+    match_torch_threads()
     block = KEYS_PER_BLOCK
 
     @njit(parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, cache=True)
@@ -195,7 +159,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for t in range(n):
                     slot = table[row[i], begin + t]
                     for d in range(head_dim):
-                        wide_k[d] = widen(keys[slot, head[i], d])
+                        wide_k[d] = to_float32(keys[slot, head[i], d])
                     for g in range(group):
                         dot = np.float32(0)
                         for d in range(head_dim):
@@ -212,13 +176,13 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                         for d in range(value_dim):
                             acc[g, d] *= rescale
                     for t in range(n):
-                        weight = np.float32(math.exp(scores[g, t] - new_top))
+                        weight = exp_float32(scores[g, t] - new_top)
                         scores[g, t] = weight
                         total[g] += weight
                 for t in range(n):
                     slot = table[row[i], begin + t]
                     for d in range(value_dim):
-                        wide_v[d] = widen(values[slot, head[i], d])
+                        wide_v[d] = to_float32(values[slot, head[i], d])
                     for g in range(group):
                         weight = scores[g, t]
                         for d in range(value_dim):

@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 
 from fathom.kernels.decode_attention import DecodePlan, decode_attention, plan_decode, warm_up
 from fathom.kernels.extend_attention import extend_attention
+from fathom.runtime.sglang_host import cpu_ops
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -66,6 +67,7 @@ class CpuAttentionBackend(AttentionBackend):
             config.v_head_dim,
             model_runner.kv_cache_dtype,
         )
+        cpu_ops.warm_up(config.dtype)
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens

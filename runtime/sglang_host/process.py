@@ -25,9 +25,11 @@ def install() -> None:
 
     scheduler_module.Scheduler = FathomScheduler
     if isinstance(current_platform, FathomCpuPlatform):
+        from fathom.runtime.sglang_host import cpu_ops
         from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
 
         register_attention_backend("torch_native")(CpuAttentionBackend)
+        cpu_ops.register()
 
 
 def verify_or_exit(role: str) -> None:

@@ -17,6 +17,21 @@ SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
 ROLES = (SERVER, SCHEDULER, DETOKENIZER)
 
 
+# Classes that differ from the first only in how they fill the table of cosines and sines.
+ROTARY_CLASSES = tuple(
+    f"layers.rotary_embedding.{place}"
+    for place in (
+        "base:RotaryEmbedding",
+        "base:LinearScalingRotaryEmbedding",
+        "rope_variant:Llama3RotaryEmbedding",
+        "rope_variant:DynamicNTKAlphaRotaryEmbedding",
+        "rope_variant:DynamicNTKScalingRotaryEmbedding",
+        "rope_variant:Gemma4RotaryEmbedding",
+        "yarn:YaRNScalingRotaryEmbedding",
+    )
+)
+
+
 class SeamError(RuntimeError):
     """Something of SGLang that Fathom relies on is missing or not as it was."""
 
@@ -47,6 +62,11 @@ def _seam(
 ) -> Seam:
     names = None if parameters is None else tuple(parameters.split())
     return Seam(target, use, why, tuple(roles.split()), names, check)
+
+
+def _reads_attributes(names: str) -> Callable[[Any], bool]:
+    """Whether a method reads these attributes, in the code or by a name in quotes."""
+    return lambda method: set(names.split()) <= {*method.__code__.co_names, *method.__code__.co_consts}
 
 
 def _reads_global(name: str) -> Callable[[Any], bool]:
@@ -260,6 +280,53 @@ LEDGER: tuple[Seam, ...] = (
         "call",
         "SGLang's own allocation in PyTorch",
         "prefix_lens seq_lens last_loc free_pages out_indices page_size device",
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.layernorm:BaseFusedOp.register_oot_forward",
+        "call",
+        "our kernels run as the forward of SGLang's layers",
+        "op_cls fn platform_key",
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.layernorm:BaseFusedOp._resolve_forward_method",
+        "read",
+        "a platform's registered forwards come first",
+        "",
+        lambda f: "_oot_forward_registry" in f.__code__.co_names,
+    ),
+    _seam(
+        SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.layernorm:RMSNorm.forward_native",
+        "replace",
+        "RMSNorm and the residual before it in one pass",
+        "x residual post_residual_addition quant_linear",
+        _reads_attributes(
+            "variance_size_override cast_x_before_out_mul fp32_residual override_orig_dtype hidden_size "
+            "weight variance_epsilon"
+        ),
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.activation:SiluAndMul.forward_native",
+        "replace",
+        "SiLU and product in one pass",
+        "x",
+    ),
+    *(
+        _seam(
+            SCHEDULER,
+            f"{place}.forward_native",
+            "replace",
+            "rotary embedding of queries and keys in one pass",
+            "positions query key offsets fused_set_kv_buffer_arg",
+            _reads_attributes("sin_cos_cache cos_sin_cache head_size rotary_dim is_neox_style"),
+        )
+        for place in ROTARY_CLASSES
     ),
     *(
         _seam(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fathom.kernels.decode_attention import (
     KEYS_PER_TASK,
     decode_attention,
@@ -9,8 +12,6 @@ from fathom.kernels.decode_attention import (
     plan_decode,
 )
 from fathom.kernels.extend_attention import extend_attention, extend_attention_reference, merge_segments
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

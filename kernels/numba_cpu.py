@@ -1,0 +1,154 @@
+"""What the Numba CPU kernels share: reading and writing 16-bit floats, an exponential, the number of threads.
+
+NumPy and Numba have no bfloat16, and Numba no arithmetic on float16. A kernel therefore sees a bfloat16 tensor as
+an array of uint16 and a float16 tensor as an array of int16 (:func:`as_array`); the element type selects the
+conversion at compile time, so one kernel source serves the three dtypes.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Below this many elements a kernel stays on the calling thread: starting a parallel region would cost more.
+SERIAL_ELEMENTS = 32768
+
+# How the loops are compiled. The order of additions is free (SIMD), but NaN and infinities mean what they mean; a
+# division by zero gives infinity instead of an exception, whose check would keep the loop scalar.
+LOOPS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+    "cache": True,
+}
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """NumPy view of a float32, bfloat16 or float16 tensor on the CPU, 16-bit floats as their bits."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    bits = _BITS.get(tensor.dtype)
+    return tensor.numpy() if bits is None else tensor.view(bits).numpy()
+
+
+def as_rows(tensor: torch.Tensor) -> tuple[np.ndarray, int, int] | None:
+    """A tensor as rows of its last dimension, without a copy.
+
+    Returns:
+        The memory from the first to the last element as a flat array, the distance between rows and their number;
+        None for an empty tensor and for one whose rows are not evenly spaced or not contiguous.
+    """
+    if tensor.numel() == 0 or tensor.stride(-1) != 1:
+        return None
+    width = tensor.shape[-1]
+    if tensor.is_contiguous():
+        return as_array(tensor).reshape(-1), width, tensor.numel() // width
+    if tensor.dim() != 2:
+        return None
+    rows, stride = tensor.shape[0], tensor.stride(0)
+    return as_array(tensor.as_strided(((rows - 1) * stride + width,), (1,))), stride, rows
+
+
+def match_torch_threads() -> None:
+    """Let Numba's parallel loops of this thread use as many threads as PyTorch's."""
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
+def _constant(value: int) -> ir.Constant:
+    return ir.Constant(ir.IntType(32), value)
+
+
+@intrinsic
+def to_float32(typing_context, value):
+    """The float32 value of an element of :func:`as_array`."""
+
+    def codegen(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
+        if signature.args[0] == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        wide = builder.shl(builder.zext(args[0], ir.IntType(32)), _constant(16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    if value in (types.float32, types.uint16, types.int16):
+        return types.float32(value), codegen
+
+
+@intrinsic
+def from_float32(typing_context, value, array):
+    """``value`` (float32) as an element of ``array``, rounded to nearest, ties to even."""
+
+    def codegen(context, builder, signature, args):
+        x = args[0]
+        if signature.return_type == types.float32:
+            return x
+        if signature.return_type == types.int16:
+            return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
+        bits = builder.bitcast(x, ir.IntType(32))
+        last = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(last, _constant(0x7FFF))), _constant(16))
+        # Rounding the bits of a NaN could carry into an infinity.
+        chosen = builder.select(builder.fcmp_unordered("uno", x, x), _constant(0x7FC0), rounded)
+        return builder.trunc(chosen, ir.IntType(16))
+
+    if value == types.float32 and array.dtype in (types.float32, types.uint16, types.int16):
+        return array.dtype(value, array), codegen
+
+
+# Adding 1.5 * 2**23 to a float32 of modest size rounds it to an integer, which then sits in the lowest bits.
+_SHIFT = np.float32(12582912.0)
+_SHIFT_BITS = 0x4B400000
+
+
+@intrinsic
+def _times_power_of_two(typing_context, value, shifted):
+    """``value * 2**n``, where ``shifted`` is n + _SHIFT; in two factors, so that no power overflows by itself."""
+
+    def codegen(context, builder, signature, args):
+        n = builder.sub(builder.bitcast(args[1], ir.IntType(32)), _constant(_SHIFT_BITS))
+        half = builder.ashr(n, _constant(1))
+        result = args[0]
+        for exponent in (half, builder.sub(n, half)):
+            power = builder.shl(builder.add(exponent, _constant(127)), _constant(23))
+            result = builder.fmul(result, builder.bitcast(power, ir.FloatType()))
+        return result
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+_LOG2_E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_LOWEST = np.float32(-105.0)
+_HIGHEST = np.float32(89.0)
+_P0 = np.float32(1.9875691500e-4)
+_P1 = np.float32(1.3981999507e-3)
+_P2 = np.float32(8.3334519073e-3)
+_P3 = np.float32(4.1665795894e-2)
+_P4 = np.float32(1.6666665459e-1)
+_P5 = np.float32(5.0000001201e-1)
+_ONE = np.float32(1.0)
+
+
+@njit(fastmath={"contract"}, cache=True)
+def exp_float32(x):
+    """e**x in float32, relative error below 1e-6; unlike ``math.exp`` it is no call, so loops over it vectorise.
+
+    Range reduction to |r| <= ln(2)/2 and Cephes' polynomial. Overflow gives inf, underflow 0, NaN stays NaN. It is
+    compiled without ``reassoc``: reordering would undo the rounding of ``shifted`` and the split of ln(2).
+    """
+    x = _HIGHEST if x > _HIGHEST else x
+    x = _LOWEST if x < _LOWEST else x
+    shifted = x * _LOG2_E + _SHIFT
+    n = shifted - _SHIFT
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
+    return _times_power_of_two(p * r * r + r + _ONE, shifted)
