@@ -20,6 +20,7 @@ class Account:
     decode_steps: int = 0
     kv_tokens: int = 0  # KV slots held when last seen
     first_token_time: float | None = None  # time.perf_counter() in seconds
+    reported: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class RequestLedger:
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        """Accounts still to be reported."""
+        return sum(not account.reported for account in self._accounts.values())
 
     def open(self, request: Any, policy: dict[str, Any]) -> Account:
         """The request's account, opened at first sight."""
@@ -74,6 +76,7 @@ class RequestLedger:
         account = self._accounts.get(request)
         if account is None:  # aborted before its first step
             account = Account()
+        account.reported = True
         kv_bytes = account.kv_tokens * self.kv_shape.bytes_per_token
         return {
             "policy": account.policy,

@@ -1,0 +1,43 @@
+"""The ledger of what was done for each request."""
+
+import gc
+
+from fathom.runtime.ledger import KvShape, RequestLedger
+
+
+class Request:
+    """Stands for the engine's request: any object that can be referred to weakly."""
+
+
+def test_counters_add_up_and_the_report_closes_the_account():
+    ledger = RequestLedger(KvShape(layers=4, bytes_per_token=100))
+    request = Request()
+    account = ledger.open(request, {"preset": "exact"})
+    assert ledger.open(request, {}) is account
+    ledger.prefilled(account, 30, 30)
+    ledger.prefilled(account, 12, 42)
+    ledger.first_token(request)
+    first = account.first_token_time
+    ledger.first_token(request)
+    ledger.decoded(account, 43)
+    assert len(ledger) == 1
+    report = ledger.report(request, prompt_tokens=42, cached_tokens=0)
+    assert report["policy"] == {"preset": "exact"}
+    assert (report["prefill_steps"], report["decode_steps"], report["kv_bytes"]) == (2, 1, 4300)
+    assert report["first_token_time"] == first
+    assert ledger.totals == {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
+    assert len(ledger) == 0
+
+
+def test_an_account_dies_with_its_request():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    ledger.open(request, {})
+    del request
+    gc.collect()
+    assert len(ledger) == 0
+
+
+def test_a_request_that_never_ran_has_an_empty_report():
+    report = RequestLedger(KvShape(4, 100)).report(Request(), prompt_tokens=9, cached_tokens=0)
+    assert (report["kv_bytes"], report["decode_steps"], report["first_token_time"]) == (0, 0, None)
