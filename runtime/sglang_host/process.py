@@ -16,17 +16,24 @@ SEAM_EXIT_CODE = 3
 
 def install() -> None:
     """Put our scheduler and, on a machine without a GPU, our attention backend in SGLang's places."""
+    import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
+    from fathom.runtime.sglang_host import seeds
     from fathom.runtime.sglang_host.platform import FathomCpuPlatform
     from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
     scheduler_module.Scheduler = FathomScheduler
-    if isinstance(current_platform, FathomCpuPlatform):
+    on_cpu = isinstance(current_platform, FathomCpuPlatform)
+    seeds.install(on_cpu)
+    if on_cpu:
         from fathom.runtime.sglang_host import cpu_ops
         from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+
+        # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
+        torch._dynamo.config.disable = True
 
         register_attention_backend("torch_native")(CpuAttentionBackend)
         cpu_ops.register()

@@ -88,7 +88,7 @@ LEDGER: tuple[Seam, ...] = (
         "entrypoints.http_server:app",
         "register",
         "our middleware and routes are added to SGLang's FastAPI application",
-        check=lambda app: hasattr(app, "add_middleware"),
+        check=lambda app: isinstance(app.user_middleware, list) and hasattr(app, "add_exception_handler"),
     ),
     _seam(
         SERVER,
@@ -125,6 +125,23 @@ LEDGER: tuple[Seam, ...] = (
         "override",
         "observes TTFT and TPOT",
         "state recv_obj i",
+    ),
+    *(
+        _seam(SERVER, f"managers.tokenizer_manager:TokenizerManager.{method}", "override", why, parameters)
+        for method, why, parameters in (
+            ("init_metric_collector_watchdog", "creates our metrics once SGLang's are set up", ""),
+            ("_init_req_state", "opens the account of each generation", "obj request"),
+            ("_send_one_request", "tells SGLang's own prefix request from a client's", "tokenized_obj"),
+            ("_handle_abort_req", "counts aborted generations", "recv_obj"),
+            ("_release_req_states_on_failure", "counts generations that never reached the engine", "rids"),
+        )
+    ),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:ReqState",
+        "read",
+        "what a generation was asked for and when its tokens came",
+        check=lambda c: {"obj", "finished", "time_stats", "dispatched"} <= set(c.__dataclass_fields__),
     ),
     # --- the engine process: who runs ---
     _seam(
@@ -208,6 +225,28 @@ LEDGER: tuple[Seam, ...] = (
         "override",
         "sends the report with the last tokens",
         "reqs",
+    ),
+    _seam(
+        SCHEDULER,
+        "sampling.sampling_batch_info:SamplingBatchInfo.adjusted_from_schedule_batch",
+        "replace",
+        "a request's seed counts",
+        "batch vocab_size",
+    ),
+    _seam(
+        SCHEDULER,
+        "sampling.sampling_batch_info:SamplingBatchInfo.merge_batch",
+        "replace",
+        "rows without a seed survive the merge with seeded ones",
+        "other",
+        lambda f: "sampling_seed" in str(f.__code__.co_consts),
+    ),
+    _seam(
+        SCHEDULER,
+        "layers.sampler:murmur_hash32",
+        "replace",
+        "seeded sampling on a CPU without sgl_kernel",
+        "seed positions col_indices",
     ),
     # --- the engine process: a machine without a GPU ---
     _seam(
