@@ -1,8 +1,8 @@
 """Makes a request's ``seed`` count without SGLang's deterministic mode.
 
-SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives every
-request without a seed the same one. Its samplers draw from (seed, position) wherever the tensor is there, so filling
-it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
+SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives
+every request without a seed the same one. Its samplers draw from (seed, position) wherever the tensor is there, so
+filling it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
 """
 
 import random

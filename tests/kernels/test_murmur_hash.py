@@ -31,9 +31,7 @@ def test_the_definition_gives_published_values():
     assert murmur3_32(b"") == 0
 
 
-@given(
-    seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31 - 1), column=st.integers(0, 2**31 - 1)
-)
+@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31 - 1), column=st.integers(0, 2**31 - 1))
 def test_hash_equals_the_definition(seed, position, column):
     got = murmur_hash32(torch.tensor([seed]), torch.tensor([position]), torch.tensor([column]))
     assert got.tolist() == [[murmur3_32(struct.pack("<QII", seed, position, column))]]
