@@ -11,7 +11,7 @@ ARGS ?=
 # once and takes what its configured places have.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test lint format bench bench-vllm-env lock clean
+.PHONY: help setup serve test lint format bench fidelity bench-vllm-env lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,9 @@ format: $(STAMP)  ## let ruff fix and format
 
 bench: $(STAMP)  ## measure Fathom against stock SGLang on this machine
 	$(BIN)/fathom bench $(ARGS)
+
+fidelity: $(STAMP)  ## exact match of policies x tasks x prompt lengths, on the demo model
+	$(BIN)/fathom fidelity $(ARGS)
 
 bench-vllm-env: $(STAMP)  ## create .venv-vllm for `make bench ARGS="--peer vllm"`
 	$(BIN)/python -m fathom.benchmarks.vllm_env

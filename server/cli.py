@@ -15,6 +15,7 @@ Long-context LLM inference on SGLang's scheduler.
 commands:
   serve     serve a model over HTTP        (fathom serve --help)
   bench     measure against stock SGLang   (fathom bench --help)
+  fidelity  what policies cost in answers  (fathom fidelity --help)
   version   show versions
 
 A first try, without a download:  fathom serve --demo"""
@@ -32,6 +33,12 @@ def _bench(argv: list[str]) -> int:
     return main(argv) or 0
 
 
+def _fidelity(argv: list[str]) -> int:
+    from fathom.benchmarks.fidelity import main
+
+    return main(argv) or 0
+
+
 def _version(argv: list[str]) -> int:
     argparse.ArgumentParser(prog="fathom version", description="Show versions.").parse_args(argv)
     for name, version in versions().items():
@@ -39,7 +46,7 @@ def _version(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"serve": _serve, "bench": _bench, "version": _version}
+COMMANDS = {"serve": _serve, "bench": _bench, "fidelity": _fidelity, "version": _version}
 
 
 def main(argv: list[str] | None = None) -> int:

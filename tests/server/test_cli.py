@@ -84,7 +84,7 @@ MISTAKES = [
         2,
         "--speculative-algorithm EAGLE is not supported: ",
     ),
-    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, version"),
+    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, version"),
 ]
 
 

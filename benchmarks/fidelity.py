@@ -1,0 +1,320 @@
+"""`fathom fidelity`: what each policy costs in exact answers, asked through the real server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+from tqdm import tqdm
+
+from fathom.benchmarks import fidelity_report, liveness, plot_fidelity, report, servers, stats
+from fathom.benchmarks.client import BenchError, open_client
+from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parser
+from fathom.benchmarks.fidelity_checks import check
+from fathom.benchmarks.fidelity_client import Item, ask_all
+from fathom.benchmarks.fidelity_report import Results, Scored
+from fathom.benchmarks.usage import Sampler
+from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
+from fathom.demo.corpus import Sample, eval_samples, prompt_ids
+from fathom.server.checks import StartError, demo_model
+
+SCHEMA = 1
+ANSWER_SLACK = 8
+"""Tokens that an answer may be longer than the right one before it is cut: it is wrong by then."""
+
+CONTEXT_SLACK = 64
+Questions = dict[Cell, list[Item]]
+
+
+def load_tokenizer(model: str):
+    """The checkpoint's own tokenizer. ValueError when it has no chat template."""
+    from fathom.runtime.sglang_host import torchvision_ops
+
+    torchvision_ops.declare()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {model}: {str(error).splitlines()[0]}") from None
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {model} has no chat template")
+    return tokenizer
+
+
+def _with_system(sample: Sample, system: str, tokenizer) -> Sample:
+    if not system:
+        return sample
+    messages = [{"role": "system", "content": system}, *sample.messages]
+    used = len(prompt_ids(tokenizer, messages))
+    return Sample(sample.task, messages, sample.answer, sample.context_tokens, used, sample.evidence)
+
+
+def questions(todo: Grid, tokenizer, system: str = "") -> Questions:
+    """All questions by cell: the same for every policy."""
+    found: Questions = {}
+    for cell in tqdm(todo.cells, desc="writing documents", unit="cell", leave=False):
+        samples = eval_samples(cell.task, cell.context, todo.samples, todo.seed, tokenizer)
+        lengths = [len(tokenizer(s.answer, add_special_tokens=False)["input_ids"]) for s in samples]
+        found[cell] = [
+            Item(_with_system(sample, system, tokenizer), length + ANSWER_SLACK)
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+    return found
+
+
+def export(asked: Questions, path: Path) -> int:
+    """One JSON line per question; `prompt` is the text of a conversation that has one message only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for cell, items in asked.items():
+        for i, item in enumerate(items):
+            sample = {"id": f"{cell.task}-{cell.context}-{i}", **asdict(item.sample)}
+            if len(item.sample.messages) == 1:
+                sample["prompt"] = item.sample.messages[0]["content"]
+            lines.append(json.dumps({**sample, "max_tokens": item.max_tokens}, ensure_ascii=False) + "\n")
+    path.write_text("".join(lines))
+    return len(lines)
+
+
+@dataclass
+class Asker:
+    """Asks one server everything, block by block; `sent` counts the requests that were answered."""
+
+    server: servers.Server
+    model: str
+    todo: Grid
+    asked: Questions
+    args: argparse.Namespace
+    sent: int = 0
+
+    async def turn(self, client: httpx.AsyncClient, policy: Variant, items: list[Item]) -> list[Scored]:
+        """A few questions at once under one policy, each answer checked against what was asked."""
+        answers = await ask_all(client, self.model, items, policy.body, self.args.limit)
+        self.sent += len(answers)
+        scored = []
+        for item, answer in zip(items, answers, strict=True):
+            if answer.prompt_tokens != item.sample.prompt_tokens:
+                raise BenchError(
+                    f"the server counts {answer.prompt_tokens} prompt tokens, the tokenizer "
+                    f"{item.sample.prompt_tokens}: is --model the checkpoint that is served?"
+                )
+            counters = check(policy.name, policy.body["fathom"], answer.fathom, answer.output_tokens)
+            scored.append(Scored(item, answer, counters))
+        return scored
+
+    async def run(self) -> Results:
+        """All blocks until time is up. Every cell keeps only the questions that all policies answered."""
+        todo, block = self.todo, self.args.in_flight
+        policies = {policy.name: policy for policy in todo.policies}
+        results: Results = {(cell, name): [] for cell in todo.cells for name in policies}
+        total = len(todo.cells) * len(policies) * todo.samples
+        async with open_client(self.server.url) as client:
+            for policy in todo.policies:  # not counted: refusals come before the long wait, kernels get warm
+                await self.turn(client, policy, self.asked[todo.cells[0]][:1])
+            deadline = time.monotonic() + 60 * self.args.minutes
+            with tqdm(total=total, unit="answer", desc="asking") as bar:
+                for number, cell, start in self._turns(block):
+                    for name in stats.order(list(policies), number):
+                        if time.monotonic() > deadline:
+                            return complete(results)
+                        bar.set_postfix_str(f"{cell.task} {cell.context} {name}", refresh=False)
+                        items = self.asked[cell][start : start + block]
+                        results[cell, name] += await self.turn(client, policies[name], items)
+                        bar.update(len(items))
+        return complete(results)
+
+    def _turns(self, block: int) -> Iterator[tuple[int, Cell, int]]:
+        for number, start in enumerate(range(0, self.todo.samples, block)):
+            for cell in self.todo.cells:
+                yield number, cell, start
+
+
+def complete(results: Results) -> Results:
+    """The same questions for all policies of a cell. BenchError when a cell has none."""
+    counts: dict[Cell, int] = {}
+    for (cell, _), scored in results.items():
+        counts[cell] = min(counts.get(cell, len(scored)), len(scored))
+    if empty := [f"{cell.task} at {cell.context}" for cell, n in counts.items() if not n]:
+        raise BenchError(
+            f"time was up before every policy had answers in every cell ({empty[0]}): "
+            "take fewer policies, tasks or contexts, or more --minutes"
+        )
+    return {(cell, name): scored[: counts[cell]] for (cell, name), scored in results.items()}
+
+
+def check_auto(todo: Grid, results: Results) -> None:
+    """BenchError if a policy with the rate "auto" never dropped anything: one prompt may be kept, not all."""
+    for policy in todo.policies:
+        if policy.body["fathom"].get("prefill_keep_rate") != "auto":
+            continue
+        counters = [
+            s.counters for (_, name), scored in results.items() if name == policy.name for s in scored
+        ]
+        if all(c["kept_tokens"] == c["prompt_tokens"] for c in counters):
+            raise BenchError(f'{policy.name}: prefill_keep_rate "auto" kept every token of every prompt')
+
+
+def _start(
+    running: list[servers.Server], model: str, asked: Questions, args: argparse.Namespace
+) -> tuple[servers.Server, list[str]]:
+    """Start the server with room for the longest conversation, `in_flight` times over; also its command."""
+    items = [item for items in asked.values() for item in items]
+    context = max(item.sample.prompt_tokens + item.max_tokens for item in items) + CONTEXT_SLACK
+    path = Path(model).resolve() if Path(model).exists() else Path(model)
+    port, kv_tokens = servers.free_port(), (args.in_flight + 1) * context
+    at = Place(path, port, args.dtype, context, kv_tokens, 0, Path())
+    variant = with_flags(FATHOM, shlex.split(args.server_flags))
+    command = [at.fill(part) for part in variant.command]
+    server = servers.start(variant, command, dict(variant.env), port, args.cache.resolve() / "logs")
+    running.append(server)
+    print("starting the server", file=sys.stderr)
+    server.wait_ready(args.start_limit)
+    return server, command
+
+
+def _running(url: str) -> servers.Server:
+    """A server that somebody else started and will stop."""
+    return servers.Server(FATHOM, url.rstrip("/"), Path(), None, 0.0)  # type: ignore[arg-type]
+
+
+def _identify(server: servers.Server) -> tuple[dict, str]:
+    """What the server says of itself, and the name it serves its model under."""
+    try:
+        answer = httpx.get(f"{server.url}/fathom/info", timeout=30, trust_env=False)
+        if answer.status_code != 200:
+            raise BenchError(f"{server.url} is not a Fathom server: /fathom/info is {answer.status_code}")
+        identity = liveness.identify(server)
+        models = httpx.get(f"{server.url}/v1/models", timeout=30, trust_env=False).json()
+    except httpx.HTTPError as error:
+        raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
+    return identity, models["data"][0]["id"]
+
+
+def _requests(identity: dict) -> int:
+    return sum(engine["steps"]["requests"] for engine in identity["engine"])
+
+
+def ask_server(server: servers.Server, todo: Grid, asked: Questions, args: argparse.Namespace) -> dict:
+    """Ask everything. Returns what was found, with the answers under `results`."""
+    identity, name = _identify(server)
+    asker = Asker(server, name, todo, asked, args)
+    sampler = Sampler(server.process.pid) if server.process else None
+    start = time.monotonic()
+    with sampler or contextlib.nullcontext():
+        results = asyncio.run(asker.run())
+    seconds = time.monotonic() - start
+    liveness.check_served(server, _requests(identity) + asker.sent)
+    check_auto(todo, results)
+    found = {"identity": identity, "served_model": name, "seconds": round(seconds, 2), "results": results}
+    if sampler:
+        found["foreign_cpu"] = sampler.usage.foreign_cpu
+    return found
+
+
+def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv: list[str]) -> dict:
+    """The whole run. Returns the report; `results` and `rows` hold objects, the rest is JSON."""
+    result = {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["fathom", "fidelity", *argv]),
+        "hardware": report.hardware(),
+        "versions": report.versions(),
+        "git": report.git_state(),
+        "model": model,
+        "seed": todo.seed,
+        "policies": {policy.name: policy.body["fathom"] for policy in todo.policies},
+        "samples_asked": todo.samples,
+        "in_flight": args.in_flight,
+        "system": args.system,
+    }
+    with servers.stopping() as running:
+        if args.url:
+            server = _running(args.url)
+            result["url"] = server.url
+        else:
+            server, result["server"] = _start(running, model, asked, args)
+            result["startup_seconds"] = round(server.started, 2)
+        result |= ask_server(server, todo, asked, args)
+    result["rows"] = fidelity_report.rows(result["results"])
+    return result
+
+
+def notes(result: dict, todo: Grid) -> list[str]:
+    """Lines under the table: how to read it, and what to mistrust."""
+    lines = [
+        f"Exact match with 95 % Wilson interval; difference to {BASELINE} on the same questions with 95 % "
+        "interval (Bonett–Price) and exact McNemar test. Everything else is a mean per answer; seconds with "
+        f"{result['in_flight']} requests in flight. {result['seconds']:.0f} s in all."
+    ]
+    if min(row.n for row in result["rows"]) < todo.samples:
+        lines.append(f"TIME WAS UP: fewer than the {todo.samples} questions asked for in some cells (see n).")
+    if (foreign := result.get("foreign_cpu", 0.0)) > report.BUSY:
+        lines.append(f"NOT A QUIET MACHINE: others used {foreign:.0%} of it. Do not quote the seconds.")
+    return lines
+
+
+def write(result: dict, out: Path) -> list[Path]:
+    """JSON at `out`, CSV and (with matplotlib) PNG beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found, results = result["rows"], result["results"]
+    cells = [
+        {**asdict(cell), "policy": name, "answers": [s.to_json() for s in scored]}
+        for (cell, name), scored in results.items()
+    ]
+    content = {**result, "results": cells, "rows": [asdict(row) for row in found]}
+    out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    paths = [out, out.with_suffix(".csv")]
+    fidelity_report.write_csv(found, paths[1])
+    if plot_fidelity.available():
+        paths.append(out.with_suffix(".png"))
+        plot_fidelity.plot(found, paths[2], f"{Path(result['model']).name}, {result['date'][:10]}")
+    else:
+        print("no PNG: matplotlib is not installed", file=sys.stderr)
+    return paths
+
+
+def default_out(result: dict) -> Path:
+    """`DATE-fidelity-POLICIES.json` in the repository's results folder when run from its root, else here."""
+    folder = Path("benchmarks/results") if Path("benchmarks/fidelity.py").is_file() else Path()
+    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
+    return folder / f"{stamp}-fidelity-{'-'.join(result['policies'])[:80]}.json"
+
+
+def main(argv: list[str]) -> int:
+    """Run it. Returns 0; 1 after one line that says why there is no result; 2 for wrong arguments."""
+    args = parser().parse_args(argv)
+    try:
+        todo = grid(args)
+        model = args.model or str(demo_model())
+        asked = questions(todo, load_tokenizer(model), args.system)
+        if args.export:
+            print(f"Written: {export(asked, args.export)} questions to {args.export}")
+            return 0
+        result = run(todo, asked, model, args, argv)
+    except (BenchError, StartError, ValueError) as error:
+        print(f"fathom fidelity: error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, BenchError) else 2
+    except KeyboardInterrupt:
+        print("fathom fidelity: interrupted, nothing written", file=sys.stderr)
+        return 130
+    paths = write(result, args.out or default_out(result))
+    written = f"Written: {', '.join(map(str, paths))}"
+    print("", fidelity_report.table(result["rows"]), *notes(result, todo), written, sep="\n\n")
+    line = {"policies": fidelity_report.summary(result["rows"]), "seconds": result["seconds"]}
+    print("\n" + json.dumps({**line, "files": [str(path) for path in paths]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

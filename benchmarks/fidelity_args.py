@@ -1,0 +1,126 @@
+"""The command line of `fathom fidelity`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fathom.benchmarks.args import token_count
+from fathom.benchmarks.variants import Variant, with_body
+from fathom.demo.corpus import TASKS
+
+BASELINE = "exact"
+QUICK_TASKS, QUICK_CONTEXTS, QUICK_SAMPLES = ["single", "list"], [256], 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task at a prompt length in tokens."""
+
+    task: str
+    context: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is asked: `samples` questions in each cell under each policy, the baseline first."""
+
+    cells: list[Cell]
+    policies: list[Variant]
+    samples: int
+    seed: int
+
+
+def _policy(text: str) -> Variant:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=JSON")
+    try:
+        policy = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
+    if name == BASELINE or not isinstance(policy, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name other than exact and a JSON object")
+    return with_body(name, policy)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _counts(text: str) -> list[int]:
+    return [token_count(part) for part in text.split(",")]
+
+
+def _add_grid(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("what is asked").add_argument
+    add(
+        "--policy",
+        type=_policy,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a policy, called NAME, whose requests carry this `fathom` object; repeatable; `exact` is always "
+        "asked, and each other policy is compared with it on the same questions",
+    )
+    add("--tasks", type=_names, default=list(TASKS), metavar="T,T", help=f"of {', '.join(TASKS)}")
+    add("--contexts", type=_counts, default="512,1k,2k,4k", metavar="N,N", help="default: %(default)s")
+    add("--samples", type=int, default=40, help="questions per task and length (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the questions (default: %(default)s)")
+    add("--system", default="", metavar="TEXT", help="a system message before each question")
+    quick = f"{'+'.join(QUICK_TASKS)}, {QUICK_CONTEXTS[0]} tokens, {QUICK_SAMPLES} samples: a check"
+    add("--quick", action="store_true", help=quick)
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("who answers").add_argument
+    add("--model", metavar="PATH", help="a Hugging Face checkpoint with a chat template (default: the demo)")
+    add("--url", help="a Fathom server that runs already; --model then only names its tokenizer")
+    add("--server-flags", default="", metavar="FLAGS", help="further flags for the server that is started")
+    add("--dtype", default="auto", help="of that server (default: the checkpoint's)")
+    add("--start-limit", type=float, default=300.0, help="seconds its start may take (default: %(default)g)")
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("how it runs").add_argument
+    add("--in-flight", type=int, default=4, help="requests at once (default: %(default)s)")
+    add("--minutes", type=float, default=18.0, help="no new requests after these (default: %(default)g)")
+    add("--limit", type=float, default=300.0, help="seconds a request may take (default: %(default)g)")
+    add("--cache", type=Path, default=Path(".bench"), help="the server's log (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE.json", help="CSV and PNG are written beside it")
+    add("--export", type=Path, metavar="FILE.jsonl", help="only write the questions, ask nobody")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag with its default."""
+    p = argparse.ArgumentParser(
+        prog="fathom fidelity",
+        description="Asks a Fathom server generated questions about generated documents, under each policy, "
+        "and reports exact match with 95 % intervals, and what the server says it did. A policy that was not "
+        "carried out ends the run.",
+    )
+    _add_grid(p)
+    _add_server(p)
+    _add_run(p)
+    return p
+
+
+def grid(args: argparse.Namespace) -> Grid:
+    """What the arguments ask for. ValueError for what cannot be asked."""
+    tasks, contexts, samples = args.tasks, args.contexts, args.samples
+    if args.quick:
+        tasks, contexts, samples = QUICK_TASKS, QUICK_CONTEXTS, QUICK_SAMPLES
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ValueError(f"unknown task {unknown[0]!r}; known: {', '.join(TASKS)}")
+    if samples < 1 or args.in_flight < 1 or args.minutes <= 0:
+        raise ValueError("--samples and --in-flight must be at least 1, --minutes more than 0")
+    if min(contexts) < 128:
+        raise ValueError("a document needs --contexts of at least 128 tokens")
+    policies = [with_body(BASELINE, {"preset": "exact"}), *args.policy]
+    names = [policy.name for policy in policies]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each policy needs a name of its own, got {', '.join(names)}")
+    cells = [Cell(task, context) for task in dict.fromkeys(tasks) for context in sorted(set(contexts))]
+    return Grid(cells, policies, samples, args.seed)
