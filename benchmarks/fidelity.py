@@ -33,6 +33,9 @@ ANSWER_SLACK = 8
 """Tokens that an answer may be longer than the right one before it is cut: it is wrong by then."""
 
 CONTEXT_SLACK = 64
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""For the server that is started: waiting threads sleep. On a busy machine spinning ones slow it down manyfold."""
+
 Questions = dict[Cell, list[Item]]
 
 
@@ -176,7 +179,7 @@ def _start(
     at = Place(path, port, args.dtype, context, kv_tokens, 0, Path())
     variant = with_flags(FATHOM, shlex.split(args.server_flags))
     command = [at.fill(part) for part in variant.command]
-    server = servers.start(variant, command, dict(variant.env), port, args.cache.resolve() / "logs")
+    server = servers.start(variant, command, {**PATIENT, **variant.env}, port, args.cache.resolve() / "logs")
     running.append(server)
     print("starting the server", file=sys.stderr)
     server.wait_ready(args.start_limit)
