@@ -1,0 +1,36 @@
+"""`fathom serve --demo` answers the README's question, over HTTP and with an unmodified client."""
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "demo" / "examples"
+BODY = json.loads((EXAMPLES / "question.json").read_text())
+ANSWER = (EXAMPLES / "answer.txt").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def demo(start_process):
+    return start_process([sys.executable, "-m", "fathom.server.cli", "serve", "--demo"])
+
+
+def test_the_readme_question_is_answered(demo):
+    answer = httpx.post(f"{demo.url}/v1/chat/completions", json=BODY, timeout=120).json()
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+    assert answer["usage"]["prompt_tokens"] > 1000
+    assert answer["fathom"]["kept_tokens"] == answer["usage"]["prompt_tokens"]
+    assert answer["fathom"]["decode_steps"] == answer["usage"]["completion_tokens"] - 1
+
+
+def test_the_readme_client_works(demo):
+    client = openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none")
+    answer = client.chat.completions.create(
+        model="fathom-demo", messages=BODY["messages"], temperature=0, stream=True
+    )
+    chunks = list(answer)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
+    assert any(getattr(chunk, "fathom", None) for chunk in chunks)
