@@ -200,7 +200,8 @@ def extend(
 
 def look_ahead(draft: Llama, prompt: list[int], end: int) -> tuple[Tensor, list[int]]:
     """SpecPrefill importance [n] per prompt token, and the draft's greedy look-ahead tokens."""
-    n, cache, rows = len(prompt), [], []
+    n, rows = len(prompt), []
+    cache: list = []
     logits, seen = extend(draft, prompt, 0, cache)
     ahead = [int(logits.argmax())]
     while True:
@@ -247,6 +248,7 @@ class Judge:
         positions = list(range(len(ids)))
         if policy.startswith("specprefill"):
             if id(item) not in self.importance:
+                assert self.draft is not None, "SpecPrefill is judged with a draft"
                 self.importance[id(item)] = look_ahead(self.draft, item.prompt, self.end)[0]
             kept = kept_chunks(self.importance[id(item)], n, rate, rng)
             ids = [item.prompt[t] for t in kept] + item.answer

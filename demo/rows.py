@@ -72,7 +72,7 @@ def make_world(rng: random.Random, n_facts: int, roll_words: int) -> World:
         able = c.PRACTICE_ATTRIBUTES if name in strangers else c.ATTRIBUTES + c.PRACTICE_ATTRIBUTES
         k = 1 if rng.random() < 0.45 else rng.randint(2, min(6, len(able)))
         attributes = rng.sample(able, k)
-        if focus in able and focus not in attributes:
+        if focus is not None and focus in able and focus not in attributes:
             attributes[0] = focus
         people[name] = [c.make_fact(rng, name, a) for a in attributes]
         count += k
@@ -90,9 +90,9 @@ def draw_question(rng: random.Random, world: World) -> c.Question:
     """One question about the world; kinds that the world does not allow fall back to a single fact."""
     u = rng.random()
     if u < 0.3:
-        able = [own for own in world.people.values() if len(own) >= 3]
-        if able:
-            own = rng.choice(able)
+        rich = [own for own in world.people.values() if len(own) >= 3]
+        if rich:
+            own = rng.choice(rich)
             return c.ask_list(rng.sample(own, rng.randint(3, len(own))))
     elif u < 0.55:
         able = [f for f in world.links if f.sentence.split()[-1][:-1] in world.people]
@@ -116,7 +116,8 @@ class RowBuilder:
 
     def value_offsets(self, fact: c.Fact) -> list[int]:
         """Token offsets, within the sentence, of the value tokens (punctuation excluded)."""
-        offsets, at = [], 0
+        offsets: list[int] = []
+        at = 0
         for i, word in enumerate(fact.sentence.split(" ")):
             n = len(self.enc.word(" " + word))
             keep = n - word.endswith(".")
@@ -160,7 +161,7 @@ class RowBuilder:
         misses = 0
         while misses < 3:
             ask_roll = first and world.roll and len(doc) + roll + 20 < length
-            q = c.ask_roll(world.roll) if ask_roll else draw_question(rng, world)
+            q = c.ask_roll(world.roll) if ask_roll and world.roll else draw_question(rng, world)
             if not self.add_turn(row, q, starts, length, first):
                 misses += 1
             first = False

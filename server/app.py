@@ -44,7 +44,10 @@ def configure(app: FastAPI, face: Face, internal_states: Callable[[], Any]) -> N
 
 
 def launch(
-    server_args: Any, face: Face, on_ready: Callable[[dict[str, Any]], None], on_engine_failure: Callable[..., None]
+    server_args: Any,
+    face: Face,
+    on_ready: Callable[[dict[str, Any]], None],
+    on_engine_failure: Callable[..., None],
 ) -> None:
     """Serve until stopped.
 
