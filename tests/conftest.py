@@ -19,6 +19,9 @@ from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()  # transformers imports torchvision too
 
+# A shell starts background commands with Ctrl-C ignored, and children inherit that; ours are to be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
 START_SECONDS = 180
