@@ -53,7 +53,7 @@ def start_all(
         described.append(
             {
                 "name": variant.name,
-                "command": command,
+                "command": report.portable(command, Path.cwd()),
                 "env": env,
                 "body": variant.body,
                 "startup_seconds": server.started,

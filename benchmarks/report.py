@@ -190,3 +190,8 @@ def notes(report: dict) -> list[str]:
             f"{foreign['max']:.0%}). Do not quote these figures."
         )
     return lines
+
+
+def portable(command: list[str], folder: Path) -> list[str]:
+    """A command line with paths below ``folder`` relative to it, so that a kept result names no machine's folders."""
+    return [part.removeprefix(f"{folder}/") for part in command]

@@ -1,8 +1,11 @@
 """Statistics against values worked out by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from fathom.benchmarks import stats
+from fathom.benchmarks.report import portable
 
 
 def test_percentile_interpolates_between_order_statistics():
@@ -47,3 +50,8 @@ def test_unequal_counts_cannot_be_paired():
 def test_order_is_abba():
     taken = [name for i in range(4) for name in stats.order(["A", "B"], i)]
     assert "".join(taken) == "ABBAABBA"
+
+
+def test_a_kept_command_names_no_folder_of_the_machine():
+    command = ["/a/b/.venv/bin/python", "-m", "x", "/a/b/.bench/m", "/other/m"]
+    assert portable(command, Path("/a/b")) == [".venv/bin/python", "-m", "x", ".bench/m", "/other/m"]
