@@ -193,5 +193,5 @@ def notes(report: dict) -> list[str]:
 
 
 def portable(command: list[str], folder: Path) -> list[str]:
-    """A command line with paths below ``folder`` relative to it, so that a kept result names no machine's folders."""
+    """A command line with paths below ``folder`` relative to it: a kept result names no machine's folders."""
     return [part.removeprefix(f"{folder}/") for part in command]
