@@ -1,0 +1,82 @@
+"""The ledger of pages: every page is free, cached or held, and never two of these."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fathom.runtime.kv.pages import PagePool
+from fathom.runtime.kv.prefix import UNBACKED, SharedPages
+from fathom.runtime.kv.tables import Tables
+
+
+class AuditError(RuntimeError):
+    """Pages were lost, or have an owner that does not know of the other one."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Pages of one pool.
+
+    Attributes:
+        total: all pages, the dummy not counted.
+        free: in the free list.
+        cached: behind virtual pages that only the prefix cache holds.
+        held: behind virtual pages of running requests, and in private tables.
+        per_span: pages in use per span.
+    """
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    per_span: tuple[int, ...]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether nothing was lost and nothing counted twice."""
+        return self.free + self.cached + self.held == self.total
+
+
+def audit(pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray) -> Audit:
+    """Count every page, each from the place that owns it.
+
+    Args:
+        cached: [pages] ids of the virtual pages that nobody but the prefix cache holds.
+    """
+    behind_cache = shared.backed(cached)
+    private = np.unique(tables.all_pages())
+    per_span = np.count_nonzero(shared.backing, axis=1)
+    shared_total = int(per_span.sum())
+    for row in list(tables._rows):
+        for span in tables.lengths(row):
+            per_span[span] += len(tables.pages(row, span))
+    return Audit(
+        total=pool.total,
+        free=pool.free,
+        cached=behind_cache,
+        held=shared_total - behind_cache + len(private),
+        per_span=tuple(int(count) for count in per_span),
+    )
+
+
+def check(pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray) -> Audit:
+    """The audit, after proving from the pages themselves that no page is in two places.
+
+    Raises:
+        AuditError: with what does not balance.
+    """
+    found = audit(pool, shared, tables, cached)
+    if not found.balanced:
+        raise AuditError(f"free + cached + held is not total: {found}")
+    free, behind = pool.free_pages(), shared.backing[shared.backing != UNBACKED]
+    private, owners = np.unique(tables.all_pages(), return_counts=True)
+    everything = np.concatenate([free, behind, private])
+    if len(np.unique(everything)) != len(everything):
+        raise AuditError("a page is in two places at once")
+    if len(everything) and (everything.min() < 1 or everything.max() > pool.total):
+        raise AuditError("a page outside the pool is in use")
+    if (pool.owners(free) != 0).any() or (pool.owners(behind) != 1).any():
+        raise AuditError("a free page has an owner, or a cached page several")
+    if (pool.owners(private) != owners).any():
+        raise AuditError("a private page has other owners than the tables that hold it")
+    return found

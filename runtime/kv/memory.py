@@ -1,0 +1,134 @@
+"""The KV memory of one model: the page pool, the shared map and the private tables, moved together.
+
+Everything here happens while the scheduler composes a batch, never inside a forward: the forward only reads
+tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
+from fathom.runtime.kv.prefix import SharedPages
+from fathom.runtime.kv.tables import Tables
+from fathom.runtime.plan import FIXED, PrefillPlan, deep_tokens
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one engine step adds to one request.
+
+    Attributes:
+        row: the engine's request row, already open.
+        begin, end: positions of the new tokens.
+        virtual: [pages] ids of the virtual pages that are new for these tokens.
+    """
+
+    row: int
+    begin: int
+    end: int
+    virtual: np.ndarray
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A request as far as memory is concerned."""
+
+    plan: PrefillPlan
+    prompt_tokens: int
+
+
+def private_tokens(plan: PrefillPlan, span: int, length: int, prompt_tokens: int) -> int:
+    """Entries that a private span holds once ``length`` tokens have been computed; 0 for a SCORED step's."""
+    step = plan.step_of_span(span)
+    assert step is not None, "a shared span has no private entries"
+    return deep_tokens(step, length, prompt_tokens) if step.kind == FIXED else 0
+
+
+def pages_held(plan: PrefillPlan, length: int, prompt_tokens: int, page_size: int) -> int:
+    """Physical pages of a request whose first ``length`` tokens (generated ones included) have been computed.
+
+    This is what admission counts: with ``length`` the longest the request can get, what it needs to fit at all.
+    """
+    shared = plan.shared_spans * pages_of(length, page_size)
+    private = range(plan.shared_spans, plan.spans)
+    return shared + sum(
+        pages_of(private_tokens(plan, span, length, prompt_tokens), page_size) for span in private
+    )
+
+
+class KvMemory:
+    """Pool, shared map and tables of one model.
+
+    Attributes:
+        pool, shared, tables: see their modules.
+        owners: by row, for the rows that are open.
+    """
+
+    def __init__(self, pages: int, page_size: int, spans: int, virtual_pages: int) -> None:
+        self.page_size = page_size
+        self.spans = spans
+        self.pool = PagePool(pages, page_size)
+        self.shared = SharedPages(self.pool, spans, virtual_pages)
+        self.tables = Tables(self.pool, spans)
+        self.owners: dict[int, Owner] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pool.clear()
+        self.shared.clear()
+        self.tables.clear()
+        self.owners.clear()
+
+    def open(self, row: int, plan: PrefillPlan, prompt_tokens: int) -> None:
+        """Take a request in."""
+        assert plan.spans == self.spans, "the plan is for another layout of pages"
+        self.tables.open(row, plan.shared_spans)
+        self.owners[row] = Owner(plan, prompt_tokens)
+
+    def close(self, row: int) -> None:
+        """Let a request go: its private pages are free, its virtual pages are the engine's to free
+        or to cache.
+        """
+        self.tables.release(row)
+        self.owners.pop(row, None)
+
+    def need(self, growth: Sequence[Growth]) -> int:
+        """Physical pages that :meth:`grow` would take."""
+        total = 0
+        for step in growth:
+            total += self.owners[step.row].plan.shared_spans * len(step.virtual)
+            total += sum(self.tables.need(step.row, span, count) for span, count in self._private(step))
+        return total
+
+    def grow(self, growth: Sequence[Growth]) -> None:
+        """Back the new virtual pages and append to the private tables.
+
+        Raises:
+            OutOfPages: nothing is changed then.
+        """
+        needed = self.need(growth)
+        if needed > self.pool.free:
+            raise OutOfPages(f"{needed} KV pages needed, {self.pool.free} of {self.pool.total} free")
+        by_depth: dict[int, list[np.ndarray]] = {}
+        for step in growth:
+            by_depth.setdefault(self.owners[step.row].plan.shared_spans, []).append(step.virtual)
+        for depth, virtual in by_depth.items():
+            self.shared.back(np.concatenate(virtual), depth)
+        for step in growth:
+            for span, count in self._private(step):
+                self.tables.append(step.row, span, count)
+
+    def _private(self, step: Growth) -> list[tuple[int, int]]:
+        """(span, new entries) of each private span that grows."""
+        owner = self.owners[step.row]
+        found = []
+        for span in self.tables.lengths(step.row):
+            if owner.plan.step_of_span(span) is None:  # made private by retention: the mechanism appends
+                continue
+            before = private_tokens(owner.plan, span, step.begin, owner.prompt_tokens)
+            count = private_tokens(owner.plan, span, step.end, owner.prompt_tokens) - before
+            if count:
+                found.append((span, count))
+        return found

@@ -1,0 +1,96 @@
+"""Physical KV pages: one free list for all depths of a model.
+
+A page holds ``page_size`` tokens x one span of consecutive layers. All spans draw from the same list, so what a
+shallow token does not take above its last layer is at once free for any other token at any depth. Page 0 is a
+dummy: padded rows and rows whose KV nobody will read write there.
+"""
+
+import numpy as np
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for."""
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Pages that hold ``tokens`` tokens of one span."""
+    return -(-tokens // page_size)
+
+
+def slots_of(pages: np.ndarray, page_size: int, begin: int, end: int) -> np.ndarray:
+    """Slots of the entries ``begin .. end - 1`` of a table.
+
+    Args:
+        pages: [pages] page ids of the table.
+
+    Returns:
+        [end - begin] int64; slot = page * page_size + offset.
+    """
+    if page_size == 1:
+        return pages[begin:end].astype(np.int64)
+    entry = np.arange(begin, end, dtype=np.int64)
+    return pages[entry // page_size].astype(np.int64) * page_size + entry % page_size
+
+
+class PagePool:
+    """The free list, and how many owners each page has.
+
+    Attributes:
+        total: pages that can be handed out (the dummy page not counted).
+        page_size: tokens per page.
+    """
+
+    def __init__(self, total: int, page_size: int) -> None:
+        self.total = total
+        self.page_size = page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all owners."""
+        # A stack whose top is its end. Lowest first, so that a fresh pool hands out ascending runs.
+        self._stack = np.arange(self.total, 0, -1, dtype=np.int32)
+        self._free = self.total
+        self._owners = np.zeros(self.total + 1, np.int32)
+
+    @property
+    def free(self) -> int:
+        """Pages in the free list."""
+        return self._free
+
+    def free_pages(self) -> np.ndarray:
+        """[free] int32, for audits."""
+        return self._stack[: self._free].copy()
+
+    def owners(self, pages: np.ndarray) -> np.ndarray:
+        """How many owners each of ``pages`` has."""
+        return self._owners[pages]
+
+    def take(self, count: int) -> np.ndarray:
+        """[count] int32 pages, each with one owner.
+
+        Raises:
+            OutOfPages: when there are too few; nothing is taken then.
+        """
+        if count > self._free:
+            raise OutOfPages(f"{count} KV pages needed, {self._free} of {self.total} free")
+        pages = self._stack[self._free - count : self._free][::-1].copy()
+        self._free -= count
+        self._owners[pages] = 1
+        return pages
+
+    def share(self, pages: np.ndarray) -> None:
+        """Add one owner to each page."""
+        assert (self._owners[pages] > 0).all(), "a free page cannot be shared"
+        self._owners[pages] += 1
+
+    def give_back(self, pages: np.ndarray) -> None:
+        """Remove one owner from each page (no page twice in one call); a page without owners is free."""
+        if len(pages) == 0:
+            return
+        self._owners[pages] -= 1
+        left = self._owners[pages]
+        assert (left >= 0).all() and pages.min() > 0, "a page was given back more often than it was taken"
+        gone = pages[left == 0]
+        # Reversed, so that they are handed out again in the order in which they stand in a table.
+        self._stack[self._free : self._free + len(gone)] = gone[::-1]
+        self._free += len(gone)

@@ -1,0 +1,176 @@
+"""Private page tables: what a request holds above the first narrowing of its plan, one table per span.
+
+Each table has a length of its own and keeps its entries in the order of their positions. Private KV depends on
+the whole prompt, not only on the tokens before it, so it never reaches the prefix cache; it lives and dies
+with its row.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fathom.runtime.kv.pages import PagePool, pages_of, slots_of
+
+
+@dataclass
+class Table:
+    """Entries of one span.
+
+    Attributes:
+        pages: [pages] int32.
+        length: entries in use.
+    """
+
+    pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Pages whose content has to be copied before the next write: source and target, [pages] int32 each."""
+
+    source: np.ndarray
+    target: np.ndarray
+
+
+class Tables:
+    """All private tables of a model, by (row, span).
+
+    A row is the engine's request row. Spans below a row's ``first`` span are not here: they are read through
+    the shared map.
+    """
+
+    def __init__(self, pool: PagePool, spans: int) -> None:
+        self.pool = pool
+        self.spans = spans
+        self._rows: dict[int, dict[int, Table]] = {}
+        self._first: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Forget all rows; the pool is cleared by its owner."""
+        self._rows.clear()
+        self._first.clear()
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def __len__(self) -> int:
+        """Open rows."""
+        return len(self._rows)
+
+    def open(self, row: int, first: int) -> None:
+        """Start a row whose spans ``first ..`` are private (``first == spans`` for a dense request)."""
+        assert row not in self._rows, f"row {row} is already open"
+        self._rows[row] = {span: Table() for span in range(first, self.spans)}
+        self._first[row] = first
+
+    def first_private(self, row: int) -> int:
+        """The first private span of a row; ``spans`` where there is none."""
+        return self._first[row]
+
+    def length(self, row: int, span: int) -> int:
+        """Entries of a table."""
+        return self._rows[row][span].length
+
+    def lengths(self, row: int) -> dict[int, int]:
+        """Entries per private span."""
+        return {span: table.length for span, table in self._rows[row].items()}
+
+    def need(self, row: int, span: int, count: int) -> int:
+        """Pages that :meth:`append` would take for ``count`` more entries, a copy of a shared page included."""
+        table, size = self._rows[row][span], self.pool.page_size
+        new = pages_of(table.length + count, size) - len(table.pages)
+        return new + (1 if count and self._shares_last_page(table) else 0)
+
+    def append(self, row: int, span: int, count: int) -> PageCopy | None:
+        """Make room for ``count`` more entries.
+
+        A last page that is half full and has other owners is replaced by a page of the row's own.
+
+        Returns:
+            The page to copy before anything is written, if there is one.
+
+        Raises:
+            OutOfPages: nothing is changed then.
+        """
+        table, size = self._rows[row][span], self.pool.page_size
+        copies = bool(count) and self._shares_last_page(table)
+        fresh = self.pool.take(self.need(row, span, count))
+        copy = None
+        if copies:
+            source = table.pages[-1:].copy()
+            table.pages[-1] = fresh[0]
+            self.pool.give_back(source)
+            copy, fresh = PageCopy(source, fresh[:1]), fresh[1:]
+        table.pages = np.concatenate([table.pages, fresh])
+        table.length += count
+        assert len(table.pages) == pages_of(table.length, size)
+        return copy
+
+    def truncate(self, row: int, span: int, length: int) -> None:
+        """Drop the entries from ``length`` on, and the pages that no entry needs any more."""
+        table = self._rows[row][span]
+        assert 0 <= length <= table.length, "a table can only be cut shorter"
+        keep = pages_of(length, self.pool.page_size)
+        self.pool.give_back(table.pages[keep:])
+        table.pages, table.length = table.pages[:keep].copy(), length
+
+    def replace(self, row: int, span: int, count: int) -> np.ndarray:
+        """Give a span a new table of ``count`` entries in fresh pages; for compaction.
+
+        The caller copies what it keeps from the old slots to the new ones, then calls :meth:`discard` with the
+        returned pages. A span that was shared so far becomes private.
+
+        Returns:
+            The pages of the old table, still owned; empty for a span that was shared.
+
+        Raises:
+            OutOfPages: nothing is changed then.
+        """
+        pages = self.pool.take(pages_of(count, self.pool.page_size))
+        old = self._rows[row].get(span, Table())
+        self._rows[row][span] = Table(pages, count)
+        self._first[row] = min(self._first[row], span)
+        assert set(range(self._first[row], self.spans)) == set(self._rows[row]), (
+            "spans go private from the top"
+        )
+        return old.pages
+
+    def discard(self, pages: np.ndarray) -> None:
+        """Give back the pages of a table that :meth:`replace` took out."""
+        self.pool.give_back(pages)
+
+    def release(self, row: int) -> None:
+        """Close a row and give back all its pages; a row that is not open is left alone."""
+        for table in self._rows.pop(row, {}).values():
+            self.pool.give_back(table.pages)
+        self._first.pop(row, None)
+
+    def fork(self, row: int, into: int) -> None:
+        """Open ``into`` with the same entries as ``row``; the pages are shared until one of the two writes."""
+        self.open(into, self._first[row])
+        for span, table in self._rows[row].items():
+            self.pool.share(table.pages)
+            self._rows[into][span] = Table(table.pages.copy(), table.length)
+
+    def slots(self, row: int, span: int, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Physical slots of the entries ``begin .. end - 1``, [entries] int64."""
+        table = self._rows[row][span]
+        stop = table.length if end is None else end
+        assert 0 <= begin <= stop <= table.length
+        return slots_of(table.pages, self.pool.page_size, begin, stop)
+
+    def pages(self, row: int, span: int | None = None) -> np.ndarray:
+        """Pages of one table, or of all tables of a row."""
+        tables = self._rows[row]
+        if span is not None:
+            return tables[span].pages
+        return np.concatenate([table.pages for table in tables.values()] or [np.zeros(0, np.int32)])
+
+    def all_pages(self) -> np.ndarray:
+        """Pages of all rows, shared ones once per owner; for audits."""
+        return np.concatenate([self.pages(row) for row in self._rows] or [np.zeros(0, np.int32)])
+
+    def _shares_last_page(self, table: Table) -> bool:
+        partial = table.length % self.pool.page_size != 0
+        return partial and int(self.pool.owners(table.pages[-1:])[0]) > 1

@@ -1,0 +1,194 @@
+"""PrefillPlan: which prompt tokens are computed at which layer, as data.
+
+A prompt of N tokens and a model of L layers give a chain of token sets ``E_1 ⊇ E_2 ⊇ … ⊇ E_L``. Each mechanism
+adds at most one :class:`Step`, which narrows the chain from one layer on. Everything else (how far the prefix
+cache reaches, what a request costs, where the engine stops to drop rows) follows from the plan. Layers are
+counted from 0 here: a cutoff K of the papers is a step at ``layer=K``, the first layer that sees the smaller
+set.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FIXED, SCORED = "fixed", "scored"
+
+
+class PlanError(ValueError):
+    """A plan that no engine step can run. The message names the nearest legal values."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """From ``layer`` on, a smaller set of prompt tokens is computed.
+
+    Attributes:
+        layer: first layer (from 0) that sees the smaller set; a span boundary.
+        mechanism: who asked for it.
+        kind: FIXED when the prompt's length alone decides who stays (SPEED); SCORED when a selector decides
+            once the whole prompt has been seen (SpecPrefill, FastKV).
+        anchor: whether token 0 stays.
+        rate: SCORED only: share of the tokens of the set below that stays, forced tokens included.
+        window: SCORED only: the last tokens of the prompt that always stay.
+    """
+
+    layer: int
+    mechanism: str
+    kind: str = FIXED
+    anchor: bool = True
+    rate: float = 0.0
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What one request computes in prefill.
+
+    Attributes:
+        layers: layers L of the model.
+        span: layers G that share one page table; divides L.
+        steps: in the order of their layers; no two at the same layer.
+
+    Raises:
+        PlanError: for a step off the span boundaries, out of range or out of order.
+    """
+
+    layers: int
+    span: int
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.span < 1 or self.layers % self.span:
+            raise PlanError(f"a span of {self.span} layers does not divide {self.layers} layers")
+        below = -1
+        for step in self.steps:
+            if step.layer % self.span or not 0 <= step.layer < self.layers:
+                near = ", ".join(map(str, nearest_boundaries(step.layer, self.layers, self.span)))
+                message = f"{step.mechanism} narrows at layer {step.layer}, which is no span boundary"
+                raise PlanError(f"{message}; nearest legal: {near}")
+            if step.layer <= below:
+                raise PlanError(
+                    f"{step.mechanism} narrows at layer {step.layer}, at or below an earlier step"
+                )
+            below = step.layer
+
+    @property
+    def spans(self) -> int:
+        """Page tables per request."""
+        return self.layers // self.span
+
+    @property
+    def dense(self) -> bool:
+        """Whether every token is computed at every layer."""
+        return not self.steps
+
+    @property
+    def shared_spans(self) -> int:
+        """Spans below the first step: their KV depends on nothing but the tokens before, so it may be shared."""
+        return self.steps[0].layer // self.span if self.steps else self.spans
+
+    @property
+    def scored(self) -> bool:
+        """Whether some set is known only when the whole prompt has been seen."""
+        return any(step.kind == SCORED for step in self.steps)
+
+    def step_of_span(self, span: int) -> Step | None:
+        """The step that decides which tokens a span holds; None below the first."""
+        found = [step for step in self.steps if step.layer <= span * self.span]
+        return found[-1] if found else None
+
+    def anchored_above(self, layer: int) -> bool:
+        """Whether token 0 is needed at some layer >= ``layer``: a selection below must keep it."""
+        return any(step.anchor for step in self.steps if step.layer >= layer)
+
+
+DENSE_STEPS: tuple[Step, ...] = ()
+
+Builder = Callable[[Mapping[str, Any], int], Step | None]
+
+
+def build(policy: Mapping[str, Any], layers: int, span: int, builders: Sequence[Builder] = ()) -> PrefillPlan:
+    """The plan of a policy.
+
+    Args:
+        policy: the policy's fields (``Policy.to_wire()``); empty for the engine's own requests.
+        builders: one function per mechanism: its step for (policy, layers), or None. SPEED's is built in.
+
+    Raises:
+        PlanError: for a combination whose steps contradict each other.
+    """
+    steps = [step for make in (speed_step, *builders) if (step := make(policy, layers)) is not None]
+    return PrefillPlan(layers, span, tuple(sorted(steps, key=lambda step: step.layer)))
+
+
+def speed_step(policy: Mapping[str, Any], layers: int) -> Step | None:
+    """SPEED (Table 1): above layer K only the anchors, the last prompt token and generated tokens exist."""
+    cutoff = policy.get("depth_cutoff", "full")
+    if cutoff in ("full", layers):
+        return None
+    return Step(int(cutoff), "SPEED", anchor=policy.get("anchors", "bos") == "bos")
+
+
+def nearest_boundaries(layer: int, layers: int, span: int) -> list[int]:
+    """The legal cutoffs around ``layer``: multiples of ``span`` from ``span`` to ``layers``."""
+    below = layer // span * span
+    return [value for value in (below, below + span) if span <= value <= layers] or [span]
+
+
+def default_span(layers: int) -> int:
+    """The largest span that has a boundary at 3/4 of the layers (SPEED's K = 24 of 32) and, if possible, at
+    1/2.
+
+    A boundary counts as being there when it is the nearest legal one and no further off than half a layer or
+    1/32 of the layers. A span of one layer is the last resort.
+    """
+    allowed = max(0.5, layers / 32)
+
+    def has(span: int, share: float) -> bool:
+        target = share * layers
+        return abs(round(target / span) * span - target) <= allowed and span < layers
+
+    divisors = [span for span in range(layers, 0, -1) if layers % span == 0]
+    both = [span for span in divisors if has(span, 0.75) and has(span, 0.5)]
+    three_quarters = [span for span in divisors if has(span, 0.75)]
+    return next(iter([span for span in both if span > 1] or three_quarters), 1)
+
+
+def check_nested(sets: Sequence[np.ndarray]) -> None:
+    """Raise PlanError unless each set of token positions (ascending) contains the next one.
+
+    Args:
+        sets: [tokens] int64 per layer or span, from the bottom up.
+    """
+    for level, (outer, inner) in enumerate(zip(sets, sets[1:], strict=False)):
+        if len(inner) and (np.diff(inner) <= 0).any():
+            raise PlanError(f"the positions of set {level + 1} are not ascending")
+        if not np.isin(inner, outer).all():
+            raise PlanError(f"set {level + 1} holds positions that set {level} has dropped")
+
+
+def fixed_rows(step: Step, begin: int, end: int, prompt_tokens: int) -> tuple[bool, int]:
+    """What of the new tokens ``begin .. end - 1`` goes on above a FIXED step.
+
+    The last prompt token is the first decode-side token, so everything from it on goes on. The anchor goes
+    with the
+    chunk that holds the last prompt token, whatever chunk token 0 itself was in: no state waits between
+    chunks, and a prefix hit, a chunk and a restart after a retraction are one case.
+
+    Returns:
+        Whether the anchor goes on with this chunk besides these tokens, and the first position that goes on
+        (``end`` for none). The anchor is False where position 0 is itself the last prompt token.
+    """
+    last = prompt_tokens - 1
+    first = min(max(begin, last), end)
+    anchor = step.anchor and begin <= last < end and last > 0
+    return anchor, first
+
+
+def deep_tokens(step: Step, length: int, prompt_tokens: int) -> int:
+    """Entries that a FIXED step's spans hold once the request's first ``length`` tokens have been computed."""
+    if length < prompt_tokens:
+        return 0
+    return length - prompt_tokens + 1 + (1 if step.anchor and prompt_tokens > 1 else 0)

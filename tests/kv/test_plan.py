@@ -1,0 +1,102 @@
+"""Plans: boundaries, nesting, and which rows go on above a step."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fathom.runtime.plan import (
+    PlanError,
+    PrefillPlan,
+    Step,
+    build,
+    check_nested,
+    deep_tokens,
+    default_span,
+    fixed_rows,
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "span"),
+    [
+        (32, 8),
+        (16, 4),
+        (8, 2),
+        (4, 1),
+        (28, 7),
+        (36, 9),
+        (24, 6),
+        (40, 10),
+        (80, 20),
+        (22, 2),
+        (26, 2),
+        (1, 1),
+    ],
+)
+def test_default_span_has_the_papers_cutoffs_on_boundaries(layers, span):
+    assert default_span(layers) == span
+
+
+def test_a_policy_becomes_a_plan():
+    assert build({}, 16, 4).dense
+    assert build({"depth_cutoff": "full"}, 16, 4).shared_spans == 4
+    assert build({"depth_cutoff": 16}, 16, 4).dense
+    plan = build({"depth_cutoff": 12, "anchors": "none"}, 16, 4)
+    assert plan.steps == (Step(12, "SPEED", anchor=False),)
+    assert (plan.spans, plan.shared_spans, plan.step_of_span(2)) == (4, 3, None)
+    assert plan.step_of_span(3) is plan.steps[0]
+    assert not plan.anchored_above(0)
+    assert build({"depth_cutoff": 12}, 16, 4).anchored_above(12)
+
+
+def test_mechanisms_add_steps_in_the_order_of_layers():
+    def scored(policy, layers):
+        return Step(4, "FastKV", kind="scored", rate=policy["tsp_rate"], window=8)
+
+    plan = build({"depth_cutoff": 12, "tsp_rate": 0.2}, 16, 4, [scored])
+    assert [step.layer for step in plan.steps] == [4, 12]
+    assert plan.shared_spans == 1
+    assert plan.scored
+    assert plan.step_of_span(2).mechanism == "FastKV"
+    with pytest.raises(PlanError, match="at or below an earlier step"):
+        build({"depth_cutoff": 4, "tsp_rate": 0.2}, 16, 4, [scored])
+
+
+@pytest.mark.parametrize(("layer", "near"), [(13, "12, 16"), (3, "4"), (17, "16"), (-4, "")])
+def test_a_step_off_the_boundaries_is_refused(layer, near):
+    with pytest.raises(PlanError, match=f"nearest legal: {near}"):
+        PrefillPlan(16, 4, (Step(layer, "SPEED"),))
+
+
+def test_nesting():
+    check_nested([np.arange(9), np.array([0, 3, 8]), np.array([0, 8]), np.zeros(0, np.int64)])
+    with pytest.raises(PlanError, match="set 2 holds positions that set 1 has dropped"):
+        check_nested([np.arange(9), np.array([0, 8]), np.array([0, 3, 8])])
+    with pytest.raises(PlanError, match="not ascending"):
+        check_nested([np.arange(9), np.array([3, 3])])
+
+
+@given(
+    prompt=st.integers(1, 60),
+    generated=st.integers(0, 20),
+    cuts=st.lists(st.integers(1, 79), max_size=6),
+    prefix=st.integers(0, 59),
+    anchor=st.booleans(),
+)
+def test_chunks_add_up_to_the_same_rows(prompt, generated, cuts, prefix, anchor):
+    """Whatever the chunks and the prefix hit: {0} and all positions from the last prompt token on, each once."""
+    step = Step(2, "SPEED", anchor=anchor)
+    total, start = prompt + generated, min(prefix, prompt - 1)
+    edges = [start, *sorted({cut for cut in cuts if start < cut < total}), total]
+    rows, counted = [], []
+    for begin, end in itertools.pairwise(edges):
+        with_anchor, first = fixed_rows(step, begin, end, prompt)
+        chunk = [0] * with_anchor + list(range(first, end))
+        counted.append(deep_tokens(step, end, prompt) - deep_tokens(step, begin, prompt))
+        assert len(chunk) == counted[-1]
+        rows += chunk
+    expected = list(range(prompt - 1, total))
+    assert rows == ([0] if anchor and prompt > 1 else []) + expected
