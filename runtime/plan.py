@@ -7,6 +7,7 @@ counted from 0 here: a cutoff K of the papers is a step at ``layer=K``, the firs
 set.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +163,7 @@ def check_nested(sets: Sequence[np.ndarray]) -> None:
     Args:
         sets: [tokens] int64 per layer or span, from the bottom up.
     """
-    for level, (outer, inner) in enumerate(zip(sets, sets[1:], strict=False)):
+    for level, (outer, inner) in enumerate(itertools.pairwise(sets)):
         if len(inner) and (np.diff(inner) <= 0).any():
             raise PlanError(f"the positions of set {level + 1} are not ascending")
         if not np.isin(inner, outer).all():
