@@ -5,6 +5,7 @@ an array of uint16 and a float16 tensor as an array of int16 (:func:`as_array`);
 conversion at compile time, so one kernel source serves the three dtypes.
 """
 
+import os
 from typing import Any
 
 import numba
@@ -13,6 +14,12 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+
+# Numba's OpenMP layer loads a libgomp beside PyTorch's. Once its threads exist, PyTorch's flash attention is two to five
+# times slower on two cores; threads of the workqueue layer sleep while they wait. That layer takes one caller at a time,
+# which holds because a kernel keeps the GIL.
+if "NUMBA_THREADING_LAYER" not in os.environ:
+    numba.config.THREADING_LAYER = "workqueue"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

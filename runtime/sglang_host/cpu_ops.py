@@ -25,14 +25,17 @@ def forward_rms_norm(
     post_residual_addition: torch.Tensor | None = None,
     quant_linear: torch.nn.Module | None = None,
 ) -> Any:
-    """RMSNorm.forward: the normed tensor, and with a residual also the new residual."""
+    """RMSNorm.forward: the normed tensor, and with a residual also the new residual.
+
+    ``quant_linear`` (the layer that reads the norm) only matters to kernels that also quantise, as in
+    ``forward_native``.
+    """
     plain = (
         self.variance_size_override is None
         and not self.cast_x_before_out_mul
         and not (self.fp32_residual and residual is not None)
         and (self.override_orig_dtype is None or self.override_orig_dtype == x.dtype)
         and post_residual_addition is None
-        and quant_linear is None
         and x.shape[-1] == self.hidden_size
     )
     done = rms_norm.rms_norm(x, self.weight, self.variance_epsilon, residual) if plain else None

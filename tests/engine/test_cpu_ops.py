@@ -1,0 +1,53 @@
+"""The element-wise layers as SGLang's models really call them reach our kernels, not the native fallback."""
+
+import types
+
+import numba
+import pytest
+import torch
+
+from fathom.kernels.rms_norm import rms_norm_reference
+from fathom.runtime.sglang_host.cpu_ops import forward_rms_norm
+
+
+def layer(weight, **changes):
+    def forward_native(*_):
+        raise AssertionError("fell back to the native form")
+
+    options = {
+        "variance_size_override": None,
+        "cast_x_before_out_mul": False,
+        "fp32_residual": False,
+        "override_orig_dtype": None,
+        "hidden_size": len(weight),
+        "variance_epsilon": 1e-5,
+        "weight": weight,
+        "forward_native": forward_native,
+    }
+    return types.SimpleNamespace(**options | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_is_told_its_reader_takes_the_kernel(dtype):
+    """SGLang's Llama names the linear layer that reads the norm in every call."""
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(n, 256).to(dtype) for n in (640, 640, 1))
+    weight = weight[0]
+    reader = torch.nn.Linear(256, 8)
+    normed, total = forward_rms_norm(layer(weight), x, residual, quant_linear=reader)
+    want, want_total = rms_norm_reference(x, weight, 1e-5, residual)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(normed, want, rtol=tolerance, atol=tolerance)
+    assert torch.equal(total, want_total)
+
+
+def test_an_option_that_the_kernel_lacks_takes_the_native_form():
+    x, weight = torch.randn(4, 64), torch.ones(64)
+    with pytest.raises(AssertionError, match="native"):
+        forward_rms_norm(layer(weight, cast_x_before_out_mul=True), x)
+
+
+def test_parallel_kernels_do_not_start_a_second_openmp_pool():
+    x, weight = torch.randn(1024, 256), torch.ones(256)
+    forward_rms_norm(layer(weight), x)
+    assert numba.threading_layer() == "workqueue"
