@@ -91,7 +91,8 @@ def test_the_report_says_what_was_measured_and_where(dense_run):
     stock, fathom = dense_run["variants"]
     assert stock["identity"] == {"version": "0.5.20", "attention_backend": "torch_native"}
     assert fathom["identity"]["engine"][0]["scheduler"] == "fathom.runtime.host.FathomScheduler"
-    assert stock["startup_seconds"] > 0 and FAKE in stock["command"]
+    assert stock["startup_seconds"] > 0
+    assert Path(FAKE).name in {Path(part).name for part in stock["command"]}
     assert 0 <= dense_run["foreign_cpu"]["median"] <= 1
 
 

@@ -22,12 +22,13 @@ def ask(server, prompt):
 
 
 def one_request(url: str, seed: int) -> str:
-    """Stream one request; drop the connection after a random time if this one is to be aborted."""
+    """Stream one request; one that is to be aborted asks for far more than it waits for and hangs up."""
     rng = random.Random(seed)
     prompt = [rng.randrange(6, 1500) for _ in range(rng.choice([3, 40, 200, 600]))]
-    sampling = {"temperature": 0, "max_new_tokens": rng.randint(2, 30), "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
     patience = rng.uniform(0, 1.5) if rng.random() < ABORTED else None
+    tokens = rng.randint(2, 30) if patience is None else 6000
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
     begin = time.monotonic()
     timeout = httpx.Timeout(120, read=patience if patience is not None else 120)
     with (
@@ -71,7 +72,7 @@ def test_a_storm_of_aborted_requests_leaves_nothing_behind(server):
     outcomes += storm(server, range(REQUESTS // 3, REQUESTS))
     engine = settle(server)
     assert outcomes.count("finished") + outcomes.count("aborted") == REQUESTS
-    assert outcomes.count("aborted") > REQUESTS / 6
+    assert outcomes.count("aborted") > REQUESTS / 4
     assert engine["pid"] == process.pid
     assert process.memory_info().rss - memory < 64 << 20
     assert engine["open_accounts"] == 0
