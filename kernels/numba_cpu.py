@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-# Numba's OpenMP layer loads a libgomp beside PyTorch's. Once its threads exist, PyTorch's flash attention is two to five
-# times slower on two cores; threads of the workqueue layer sleep while they wait. That layer takes one caller at a time,
-# which holds because a kernel keeps the GIL.
+# Numba's OpenMP layer loads a libgomp beside PyTorch's. Once its threads exist, PyTorch's flash attention is two
+# to five times slower on two cores; threads of the workqueue layer sleep while they wait. That layer takes one
+# caller at a time, which holds because a kernel keeps the GIL.
 if "NUMBA_THREADING_LAYER" not in os.environ:
     numba.config.THREADING_LAYER = "workqueue"
 
