@@ -1,0 +1,297 @@
+"""SFI's Selector up to Top-K: from attention logits and key norms to refined log-scores (Eqs. 6 to 23).
+
+``selector_scores_torch`` is the plain path, used on the CPU and as the reference of the three Triton kernels: row
+statistics of the logits; evidence and prior with the sums that the fusion weight needs; fused score, soft
+non-maximum suppression and cross-head exclusivity.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+
+class ScoreParameters(Protocol):
+    """Hyper-parameters by role; symbols and equations of the paper in the comments."""
+
+    power: float  # alpha, Eq. 7
+    norm_decay: float  # gamma, Eq. 9
+    position_decay: float  # beta, Eq. 11
+    position_curve: float  # p, Eq. 11
+    tail_brake: float  # eta, Eq. 11
+    prior_clip: float  # lambda_clip, Eq. 17
+    nms_strength: float  # alpha_soft, Eq. 21
+    nms_radius: int  # half width of N(j), Eq. 20
+    cross_head: float  # alpha_cross, Eq. 23
+    temperature: float  # T, Eq. 22
+    epsilon: float
+
+
+def selector_scores(
+    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+) -> torch.Tensor:
+    """Refined log-scores of every candidate.
+
+    Args:
+        logits: [requests, kv_heads, query_rows, n] float32, last dimension contiguous.
+        key_norms: [requests, kv_heads, n] float32, last dimension contiguous.
+        begin, end: [requests] int32 or int64; the candidates of a request are ``begin .. end - 1``. What the inputs
+            hold elsewhere is ignored.
+        c: :class:`ScoreParameters`.
+
+    Returns:
+        [requests, kv_heads, n] float32, -inf outside the candidates.
+    """
+    if logits.is_cuda:
+        return selector_scores_triton(logits, key_norms, begin, end, c)
+    return selector_scores_torch(logits, key_norms, begin, end, c)
+
+
+def selector_scores_torch(
+    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+) -> torch.Tensor:
+    """:func:`selector_scores` in plain PyTorch."""
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    outside = ((index < begin.unsqueeze(-1)) | (index >= end.unsqueeze(-1))).unsqueeze(1)
+    fused = fused_scores(logits, key_norms, begin, end, outside, c)
+    z = fused.add_(c.epsilon).log_().masked_fill_(outside, float("-inf"))
+    peak = window_max(z, c.nms_radius)
+    z = z - c.nms_strength * (peak - z)
+    share = (z / c.temperature).softmax(1)
+    z += c.cross_head * share.clamp_(min=c.epsilon).log_()
+    return z.masked_fill_(outside, float("-inf"))
+
+
+def fused_scores(
+    logits: torch.Tensor,
+    key_norms: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    outside: torch.Tensor,
+    c: Any,
+) -> torch.Tensor:
+    """The calibrated distribution s (Eqs. 6 to 18), [requests, kv_heads, n]; zero outside the candidates."""
+    share = logits.masked_fill(outside.unsqueeze(1), float("-inf")).softmax(-1)
+    evidence = share[:, :, 0] if logits.shape[2] == 1 else share.pow_(c.power).mean(2).pow_(1 / c.power)
+    evidence = evidence.masked_fill(outside, 0)
+    evidence /= evidence.sum(-1, keepdim=True)
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    u = (index - begin.unsqueeze(-1)).float() / ((end - begin - 1).float() + c.epsilon).unsqueeze(-1)
+    u = u.clamp(0, 1)
+    position = torch.exp(-c.position_decay * u**c.position_curve) * (1 - u + c.epsilon) ** c.tail_brake
+    prior = (key_norms + c.epsilon).pow_(-c.norm_decay) * position.unsqueeze(1)
+    prior = prior.masked_fill_(outside, 0)
+    prior /= prior.sum(-1, keepdim=True)
+    weight = fusion_weight(evidence, prior, c.prior_clip)
+    return evidence.lerp_(prior, weight.unsqueeze(-1))
+
+
+def fusion_weight(evidence: torch.Tensor, prior: torch.Tensor, clip: float) -> torch.Tensor:
+    """lambda* of Eq. 18, [...], for distributions [..., n]. Equal distributions give 0."""
+    difference = evidence - prior
+    top = (evidence * difference).sum(-1)
+    bottom = difference.square().sum(-1)
+    return torch.where(bottom > 0, top / bottom, 0).clamp(0, clip)
+
+
+def window_max(x: torch.Tensor, radius: int) -> torch.Tensor:
+    """Largest value within ``radius`` places along the last dimension, itself included; NaN-free float input."""
+    width, covered = 2 * radius + 1, 1
+    y = torch.nn.functional.pad(x, (radius, radius), value=float("-inf"))
+    while 2 * covered <= width:
+        y = torch.maximum(y[..., :-covered], y[..., covered:])
+        covered *= 2
+    rest = width - covered
+    return torch.maximum(y[..., : y.shape[-1] - rest], y[..., rest:]) if rest else y
+
+
+BLOCK = 512
+PARTS = 16
+
+
+@triton.jit
+def _part(begin, end, part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The candidates that one of PARTS programs looks at."""
+    size = tl.cdiv(tl.cdiv(end - begin, PARTS), BLOCK) * BLOCK
+    first = begin + part * size
+    return first, tl.minimum(first + size, end)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits, begin, end, stats, stride_request, stride_head, stride_row, kv_heads, rows,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials of each query row over one part of the candidates."""
+    request, head, part = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads, tl.program_id(1)
+    first, last = _part(tl.load(begin + request), tl.load(end + request), part, PARTS, BLOCK)
+    row = tl.arange(0, ROWS)
+    source = logits + request.to(tl.int64) * stride_request + head * stride_head + row[:, None] * stride_row
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(first, last, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        there = (row[:, None] < rows) & (j[None, :] < last)
+        x = tl.load(source + j[None, :], mask=there, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(x, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
+        top = new_top
+    target = stats + (tl.program_id(0) * PARTS + part) * 2 * ROWS + row
+    tl.store(target, top)
+    tl.store(target + ROWS, total)
+
+
+@triton.jit
+def _mixture_kernel(
+    logits, key_norms, begin, end, stats, evidence, prior, sums,
+    stride_request, stride_head, stride_row, norm_request, norm_head, kv_heads, rows, n,
+    power, norm_decay, position_decay, position_curve, tail_brake, epsilon,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Evidence and prior before their normalisation, and the sums that it and the fusion weight need."""
+    pair, part = tl.program_id(0), tl.program_id(1)
+    request, head = pair // kv_heads, pair % kv_heads
+    low, high = tl.load(begin + request), tl.load(end + request)
+    first, last = _part(low, high, part, PARTS, BLOCK)
+    row, parts = tl.arange(0, ROWS), tl.arange(0, PARTS)
+    base = stats + (pair * PARTS + parts[:, None]) * 2 * ROWS + row[None, :]
+    part_top = tl.load(base)
+    top = tl.max(part_top, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.load(base + ROWS) * tl.exp(part_top - top[None, :]), 0)
+    total = tl.where(row < rows, total, 1.0)
+    source = logits + request.to(tl.int64) * stride_request + head * stride_head + row[:, None] * stride_row
+    norms = key_norms + request.to(tl.int64) * norm_request + head * norm_head
+    span = (high - low - 1).to(tl.float32) + epsilon
+    sum_f = tl.zeros((BLOCK,), tl.float32)
+    sum_r = tl.zeros((BLOCK,), tl.float32)
+    sum_ff = tl.zeros((BLOCK,), tl.float32)
+    sum_fr = tl.zeros((BLOCK,), tl.float32)
+    sum_rr = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        there = j < last
+        x = tl.load(source + j[None, :], mask=(row[:, None] < rows) & there[None, :], other=float("-inf"))
+        # p ** alpha = exp(alpha * log p), with log p = x - top - log(total)
+        mu = tl.sum(tl.exp(power * (x - top[:, None] - tl.log(total)[:, None])), 0) / rows
+        f = tl.where(mu > 0, tl.exp(tl.log(tl.where(mu > 0, mu, 1.0)) / power), 0.0)
+        u = (j - low).to(tl.float32) / span
+        curve = tl.where(u > 0, tl.exp(position_curve * tl.log(tl.where(u > 0, u, 1.0))), 0.0)
+        norm = tl.load(norms + j, mask=there, other=1.0)
+        exponent = tail_brake * tl.log(tl.maximum(1 - u, 0.0) + epsilon) - position_decay * curve
+        r = tl.where(there, tl.exp(exponent - norm_decay * tl.log(norm + epsilon)), 0.0)
+        tl.store(evidence + pair.to(tl.int64) * n + j, f, mask=there)
+        tl.store(prior + pair.to(tl.int64) * n + j, r, mask=there)
+        sum_f += f
+        sum_r += r
+        sum_ff += f * f
+        sum_fr += f * r
+        sum_rr += r * r
+    target = sums + pair * 5 * PARTS + part
+    tl.store(target, tl.sum(sum_f, 0))
+    tl.store(target + PARTS, tl.sum(sum_r, 0))
+    tl.store(target + 2 * PARTS, tl.sum(sum_ff, 0))
+    tl.store(target + 3 * PARTS, tl.sum(sum_fr, 0))
+    tl.store(target + 4 * PARTS, tl.sum(sum_rr, 0))
+
+
+@triton.jit
+def _refine_kernel(
+    evidence, prior, sums, begin, end, scores, kv_heads, n,
+    prior_clip, nms_strength, cross_head, temperature, epsilon,
+    HEADS: tl.constexpr, RADIUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of one block."""
+    request = tl.program_id(0)
+    low, high = tl.load(begin + request), tl.load(end + request)
+    head, parts = tl.arange(0, HEADS), tl.arange(0, PARTS)
+    real = head < kv_heads
+    base = sums + (request * kv_heads + head[:, None]) * 5 * PARTS + parts[None, :]
+    sum_f = tl.sum(tl.load(base, mask=real[:, None], other=0.0), 1)
+    sum_r = tl.sum(tl.load(base + PARTS, mask=real[:, None], other=0.0), 1)
+    sum_f = tl.where(sum_f > 0, sum_f, 1.0)
+    sum_r = tl.where(sum_r > 0, sum_r, 1.0)
+    ff = tl.sum(tl.load(base + 2 * PARTS, mask=real[:, None], other=0.0), 1) / (sum_f * sum_f)
+    fr = tl.sum(tl.load(base + 3 * PARTS, mask=real[:, None], other=0.0), 1) / (sum_f * sum_r)
+    rr = tl.sum(tl.load(base + 4 * PARTS, mask=real[:, None], other=0.0), 1) / (sum_r * sum_r)
+    bottom = ff - 2 * fr + rr
+    weight = tl.where(bottom > 0, (ff - fr) / tl.where(bottom > 0, bottom, 1.0), 0.0)
+    weight = tl.minimum(tl.maximum(weight, 0.0), prior_clip)
+    of_f, of_r = ((1 - weight) / sum_f)[:, None], (weight / sum_r)[:, None]
+
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (request.to(tl.int64) * kv_heads + head[:, None]) * n
+    own = real[:, None] & ((j >= low) & (j < high))[None, :]
+    s = of_f * tl.load(evidence + row + j[None, :], mask=own, other=0.0)
+    s += of_r * tl.load(prior + row + j[None, :], mask=own, other=0.0)
+    peak = s
+    for shift in range(-RADIUS, RADIUS + 1):
+        i = j + shift
+        near = real[:, None] & ((i >= low) & (i < high))[None, :]
+        other = of_f * tl.load(evidence + row + i[None, :], mask=near, other=0.0)
+        other += of_r * tl.load(prior + row + i[None, :], mask=near, other=0.0)
+        peak = tl.maximum(peak, other)
+    z = tl.log(s + epsilon)
+    z -= nms_strength * (tl.log(peak + epsilon) - z)
+    scaled = tl.where(real[:, None], z / temperature, float("-inf"))
+    share = tl.exp(scaled - tl.max(scaled, 0)[None, :])
+    share = share / tl.sum(share, 0)[None, :]
+    z += cross_head * tl.log(tl.maximum(share, epsilon))
+    result = tl.where(own, z, float("-inf"))
+    tl.store(scores + row + j[None, :], result, mask=real[:, None] & (j < n)[None, :])
+
+
+def selector_scores_triton(
+    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+) -> torch.Tensor:
+    """:func:`selector_scores` in three launches; no host synchronisation."""
+    requests, kv_heads, rows, n = logits.shape
+    if logits.stride(-1) != 1 or key_norms.stride(-1) != 1:
+        raise ValueError("the last dimension of logits and key_norms must be contiguous")
+    row_block = triton.next_power_of_2(rows)
+    # A tile holds all rows; more rows, fewer candidates at a time.
+    block = max(BLOCK // max(row_block // 8, 1), 32)
+    pairs = requests * kv_heads
+    stats = logits.new_empty(pairs, PARTS, 2, row_block)
+    sums = logits.new_empty(pairs, 5, PARTS)
+    evidence, prior, scores = (logits.new_empty(requests, kv_heads, n) for _ in range(3))
+    _statistics_kernel[(pairs, PARTS)](
+        logits, begin, end, stats, *logits.stride()[:3], kv_heads, rows,
+        ROWS=row_block, PARTS=PARTS, BLOCK=block,
+    )  # fmt: skip
+    _mixture_kernel[(pairs, PARTS)](
+        logits, key_norms, begin, end, stats, evidence, prior, sums,
+        *logits.stride()[:3], *key_norms.stride()[:2], kv_heads, rows, n,
+        c.power, c.norm_decay, c.position_decay, c.position_curve, c.tail_brake, c.epsilon,
+        ROWS=row_block, PARTS=PARTS, BLOCK=block,
+    )  # fmt: skip
+    heads_block = triton.next_power_of_2(kv_heads)
+    block = max(1024 // heads_block, 32)
+    _refine_kernel[(requests, triton.cdiv(n, block))](
+        evidence, prior, sums, begin, end, scores, kv_heads, n,
+        c.prior_clip, c.nms_strength, c.cross_head, c.temperature, c.epsilon,
+        HEADS=heads_block, RADIUS=c.nms_radius, PARTS=PARTS, BLOCK=block,
+    )  # fmt: skip
+    return scores
+
+
+def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Kernel, signature and constants of typical launches, for compilation without a device."""
+    tensors = ["logits", "key_norms", "stats", "evidence", "prior", "sums", "scores"]
+    types = dict.fromkeys(tensors, "*fp32") | {"begin": "*i64", "end": "*i64"}
+    numbers = [name for name in ScoreParameters.__annotations__ if name != "nms_radius"]
+    types |= dict.fromkeys(numbers, "fp32")
+    few, many = {"ROWS": 4, "PARTS": PARTS, "BLOCK": 512}, {"ROWS": 64, "PARTS": PARTS, "BLOCK": 64}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (_statistics_kernel, few),
+        (_statistics_kernel, many),
+        (_mixture_kernel, few),
+        (_mixture_kernel, many),
+        (_refine_kernel, {"HEADS": 8, "RADIUS": 16, "PARTS": PARTS, "BLOCK": 128}),
+    ]
+    return [
+        (kernel, {n: "constexpr" if n in given else types.get(n, "i32") for n in kernel.arg_names}, given)
+        for kernel, given in cases
+    ]

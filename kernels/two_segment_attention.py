@@ -1,0 +1,319 @@
+"""Decode attention over two segments of KV, one launch for a batch whose rows are in different phases.
+
+Segment 1 is a run of a compact buffer, in which each KV head has its own tokens; segment 2 is a range of the
+request's page table, read in place. Both are folded into one softmax by log-sum-exp. A row that reads everything
+has an empty segment 1 and its whole table as the range, and may keep what it saw: the attention logits and the key
+norms (Slow-Fast Inference, section 4.2).
+
+The CPU kernel is in ``two_segment_cpu.py``; the Triton kernels and the plain reference are here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Where the rows that keep their logits write them; index i along the last dimension is table entry i.
+
+    Attributes:
+        logits: [capacity, heads, window, width] float32, scaled dot products, -inf where causality hides an entry.
+        key_norms: [capacity, kv_heads, width] float32, Euclidean norms.
+    """
+
+    logits: torch.Tensor
+    key_norms: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Which keys each request reads; built once per step, read by every layer.
+
+    Attributes:
+        packed: [batch, 6] int32 on the device, the columns of ``FIELDS``: page-table row; range [begin, end) of its
+            entries; start and length of the run in the compact buffer; row of :class:`Evidence`, or -1 for none.
+        tasks: the work list of the CPU kernel; None on other devices.
+    """
+
+    packed: torch.Tensor
+    tasks: Any = None
+
+
+def plan_segments(
+    rows: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    compact_start: torch.Tensor,
+    compact_length: torch.Tensor,
+    evidence: torch.Tensor,
+    kv_heads: int,
+) -> SegmentPlan:
+    """Pack one step's descriptor. All arguments but the last are [batch] integers; see :class:`SegmentPlan`."""
+    columns = (rows, begin, end, compact_start, compact_length, evidence)
+    packed = torch.stack([column.to(torch.int32) for column in columns], -1)
+    if packed.is_cuda:
+        return SegmentPlan(packed)
+    from fathom.kernels.two_segment_cpu import plan_tasks
+
+    return SegmentPlan(packed, plan_tasks(packed.numpy(), kv_heads))
+
+
+def two_segment_attention_reference(
+    query: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    compact: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    plan: SegmentPlan,
+    scale: float,
+    evidence: Evidence | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference for :func:`two_segment_attention` in float32; same shapes."""
+    window, heads = query.shape[1:3]
+    group = heads // pool[0].shape[1]
+    output, lse = [], []
+    for b, (row, begin, end, start, length, kept) in enumerate(plan.packed.tolist()):
+        slots = page_table[row, begin:end].long()
+        own = slice(start, start + length)
+        key = torch.cat((compact[0][own], pool[0][slots])).float()
+        value = torch.cat((compact[1][own], pool[1][slots])).float().repeat_interleave(group, 1)
+        scores = torch.einsum("whd,nhd->hwn", query[b].float(), key.repeat_interleave(group, 1)) * scale
+        index = torch.cat((torch.full((length,), -1), torch.arange(begin, end)))
+        hidden = index > end - window + torch.arange(window).unsqueeze(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        lse.append(scores.logsumexp(-1).T)
+        output.append(torch.einsum("hwn,nhd->whd", scores.softmax(-1).nan_to_num(0), value))
+        if evidence is not None and kept >= 0:
+            evidence.logits[kept, :, :, begin:end] = scores[..., length:]
+            evidence.key_norms[kept, :, begin:end] = key[length:].norm(dim=-1).T
+    return torch.stack(output), torch.stack(lse)
+
+
+def two_segment_attention(
+    query: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    compact: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    plan: SegmentPlan,
+    scale: float,
+    evidence: Evidence | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last ``window`` tokens of each request over its two segments.
+
+    Args:
+        query: [batch, window, heads, head_dim], float32, bfloat16 or float16. Row w of a request sees the table
+            entries before ``end - window + w + 1``, and all of segment 1. A decode step has window 1.
+        pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of one layer.
+        compact: the same of the layer's compact buffer, the pool's dtype. Last dimensions contiguous.
+        page_table: [rows, max_length] int32, slot of each table entry.
+        scale: factor on the dot products.
+        evidence: written in place for the rows whose descriptor names a row of it.
+
+    Returns:
+        output [batch, window, heads, value_dim] float32, zero for a row that sees nothing, and log-sum-exp
+        [batch, window, heads] float32. On a GPU nothing waits for the device.
+    """
+    if query.is_cuda:
+        return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
+    from fathom.kernels.two_segment_cpu import two_segment_attention_cpu
+
+    return two_segment_attention_cpu(query, pool, compact, page_table, plan.tasks, scale, evidence)
+
+
+@triton.jit
+def _fold(q, k, v, visible, scale, top, total, acc):
+    """One block of keys into the running softmax; q [ROWS, D], k and v [BLOCK, D], visible [ROWS, BLOCK]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp(top - safe)
+    weights = tl.exp(scores - safe[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return scores, new_top, total, acc
+
+
+@triton.jit
+def _segments_kernel(
+    query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
+    scale, stride_query_batch, stride_query_window, stride_query_head,
+    stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
+    stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
+    stride_table_row, stride_logits_row, stride_logits_head, stride_logits_window,
+    stride_norms_row, stride_norms_head,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, EVIDENCE: tl.constexpr,
+):  # fmt: skip
+    """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp."""
+    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    field = packed + b * 6
+    row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
+    compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
+    count = length + end - begin
+    share = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK
+    first = split * share
+    last = tl.minimum(first + share, count)
+
+    r = tl.arange(0, ROWS)
+    head, w = h * GROUP + r // WINDOW, r % WINDOW
+    real = r < GROUP * WINDOW
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    in_d, in_v = d < HEAD_DIM, dv < VALUE_DIM
+    q_at = b.to(tl.int64) * stride_query_batch + w * stride_query_window + head * stride_query_head
+    q = tl.load(query + q_at[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
+    q = q.to(keys.dtype.element_ty)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
+
+    stop = tl.minimum(last, length)
+    for start in range(first, stop, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        there = t < stop
+        at = (compact_start + t).to(tl.int64)
+        k_at = at * stride_compact_key_slot + h * stride_compact_key_head
+        v_at = at * stride_compact_value_slot + h * stride_compact_value_head
+        k = tl.load(compact_keys + k_at[:, None] + d[None, :], mask=there[:, None] & in_d[None, :], other=0.0)
+        v = tl.load(
+            compact_values + v_at[:, None] + dv[None, :], mask=there[:, None] & in_v[None, :], other=0.0
+        )
+        _, top, total, acc = _fold(q, k, v, real[:, None] & there[None, :], scale, top, total, acc)
+
+    for start in range(tl.maximum(first, length), last, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        there = t < last
+        index = begin + t - length
+        at = tl.load(table + row.to(tl.int64) * stride_table_row + index, mask=there, other=0).to(tl.int64)
+        k_at = at * stride_key_slot + h * stride_key_head
+        v_at = at * stride_value_slot + h * stride_value_head
+        k = tl.load(keys + k_at[:, None] + d[None, :], mask=there[:, None] & in_d[None, :], other=0.0)
+        v = tl.load(values + v_at[:, None] + dv[None, :], mask=there[:, None] & in_v[None, :], other=0.0)
+        visible = real[:, None] & there[None, :] & (index[None, :] <= end - WINDOW + w[:, None])
+        scores, top, total, acc = _fold(q, k, v, visible, scale, top, total, acc)
+        if EVIDENCE and kept >= 0:
+            kept_at = (
+                kept.to(tl.int64) * stride_logits_row + head * stride_logits_head + w * stride_logits_window
+            )
+            tl.store(logits + kept_at[:, None] + index[None, :], scores, mask=real[:, None] & there[None, :])
+            wide = k.to(tl.float32)
+            norm = tl.sqrt(tl.sum(wide * wide, 1))
+            tl.store(
+                norms + kept.to(tl.int64) * stride_norms_row + h * stride_norms_head + index, norm, mask=there
+            )
+
+    base = ((b * tl.num_programs(1) + h) * SPLITS + split) * ROWS + r
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(partial_lse + base, tl.where(total > 0, top + tl.log(safe), float("-inf")))
+    tl.store(partial + base.to(tl.int64)[:, None] * BLOCK_V + dv[None, :], acc / safe[:, None])
+
+
+@triton.jit
+def _merge_kernel(
+    partial, partial_lse, output, lse,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The shares of one (request, KV head) by their log-sum-exp."""
+    b, h, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    r, dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
+    base = (b * kv_heads + h) * SPLITS * ROWS + r
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        top = tl.maximum(top, tl.load(partial_lse + base + split * ROWS))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    for split in range(SPLITS):
+        weight = tl.exp(tl.load(partial_lse + base + split * ROWS) - safe)
+        at = (base + split * ROWS).to(tl.int64)
+        acc += weight[:, None] * tl.load(partial + at[:, None] * BLOCK_V + dv[None, :])
+        total += weight
+    real = r < GROUP * WINDOW
+    at = (b * WINDOW + r % WINDOW) * kv_heads * GROUP + h * GROUP + r // WINDOW
+    some = tl.where(total > 0, total, 1.0)
+    tl.store(lse + at, tl.where(total > 0, safe + tl.log(some), float("-inf")), mask=real)
+    mask = real[:, None] & (dv < VALUE_DIM)[None, :]
+    tl.store(output + at.to(tl.int64)[:, None] * VALUE_DIM + dv[None, :], acc / some[:, None], mask=mask)
+
+
+def _splits(batch: int, kv_heads: int, device: torch.device) -> int:
+    """Shares per (request, KV head), so that the launch fills the device twice; depends on shapes alone."""
+    if device.type != "cuda":
+        return 4
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(batch * kv_heads, 1)
+    return min(triton.next_power_of_2(max(wanted, 1)), 64)
+
+
+def two_segment_attention_triton(
+    query: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    compact: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    plan: SegmentPlan,
+    scale: float,
+    evidence: Evidence | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`two_segment_attention` in two launches."""
+    batch, window, heads, head_dim = query.shape
+    kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
+    group, splits = heads // kv_heads, _splits(batch, kv_heads, query.device)
+    # tl.dot needs 16 rows.
+    rows = max(triton.next_power_of_2(group * window), 16)
+    block_v = triton.next_power_of_2(value_dim)
+    partial = query.new_empty((batch, kv_heads, splits, rows, block_v), dtype=torch.float32)
+    partial_lse = query.new_empty((batch, kv_heads, splits, rows), dtype=torch.float32)
+    output = query.new_empty((batch, window, heads, value_dim), dtype=torch.float32)
+    lse = query.new_empty((batch, window, heads), dtype=torch.float32)
+    logits, norms = (evidence.logits, evidence.key_norms) if evidence else (lse, lse)
+    strides = (*logits.stride()[:3], *norms.stride()[:2]) if evidence else (0,) * 5
+    _segments_kernel[(batch, kv_heads, splits)](
+        query, *pool, *compact, page_table, plan.packed, partial, partial_lse, logits, norms, scale,
+        *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
+        *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), *strides,
+        GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=block_v, BLOCK=32 if rows > 64 else 64,
+        SPLITS=splits, EVIDENCE=evidence is not None,
+    )  # fmt: skip
+    _merge_kernel[(batch, kv_heads)](
+        partial, partial_lse, output, lse,
+        GROUP=group, WINDOW=window, ROWS=rows, VALUE_DIM=value_dim, BLOCK_V=block_v, SPLITS=splits,
+    )  # fmt: skip
+    return output, lse
+
+
+def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Kernel, signature and constants of typical launches, for compilation without a device."""
+    shapes = [  # dtype, group, window, rows, head_dim, evidence
+        ("bf16", 4, 1, 16, 128, True),
+        ("bf16", 4, 1, 16, 128, False),
+        ("bf16", 4, 16, 64, 128, True),
+        ("fp32", 2, 1, 16, 64, True),
+        ("fp16", 3, 1, 16, 80, False),
+    ]
+    floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms", "output", "lse"], "*fp32")
+    results: list[tuple[Any, dict[str, str], dict[str, Any]]] = []
+    for dtype, group, window, rows, dim, evidence in shapes:
+        block = triton.next_power_of_2(dim)
+        shared = {
+            "GROUP": group,
+            "WINDOW": window,
+            "ROWS": rows,
+            "VALUE_DIM": dim,
+            "BLOCK_V": block,
+            "SPLITS": 16,
+        }
+        constants = shared | {"HEAD_DIM": dim, "BLOCK_D": block, "BLOCK": 64, "EVIDENCE": evidence}
+        tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
+        types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
+        for kernel, given in ((_segments_kernel, constants), (_merge_kernel, shared)):
+            names = kernel.arg_names
+            signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
+            results.append((kernel, signature, given))
+    return results

@@ -1,0 +1,219 @@
+"""The CPU kernel of two-segment decode attention; contract and reference are in ``two_segment_attention.py``."""
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from fathom.kernels.decode_attention import KEYS_PER_BLOCK, KEYS_PER_TASK
+from fathom.kernels.numba_cpu import DTYPES, as_array, exp_float32, match_torch_threads, to_float32
+
+if TYPE_CHECKING:
+    from fathom.kernels.two_segment_attention import Evidence
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
+
+
+class Tasks(NamedTuple):
+    """Work list of one step: each task is one KV head of one request over one run of keys.
+
+    The tasks of a (request, KV head) pair are consecutive, segment 1 first; ``first`` holds where they begin.
+    """
+
+    row: np.ndarray  # [tasks] int64, page-table row, or -1 for a run of the compact buffer
+    request: np.ndarray  # [tasks] int64, index into the batch
+    head: np.ndarray  # [tasks] int64, KV head
+    start: np.ndarray  # [tasks] int64, table entry or place in the compact buffer
+    stop: np.ndarray  # [tasks] int64
+    first: np.ndarray  # [batch * kv_heads + 1] int64
+    end: np.ndarray  # [batch] int64, end of the table range
+    evidence: np.ndarray  # [batch] int64, row of the evidence or -1
+
+
+def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
+    """Split one step into tasks of at most ``KEYS_PER_TASK`` keys.
+
+    Args:
+        packed: [batch, 6] int32, the columns of ``two_segment_attention.FIELDS``.
+    """
+    row, begin, end, compact_start, compact_length, evidence = packed.astype(np.int64).T
+    compact_splits = -(-compact_length // KEYS_PER_TASK)
+    splits = np.maximum(compact_splits - (-(end - begin) // KEYS_PER_TASK), 1)
+    pair_splits = np.repeat(splits, kv_heads)
+    first = np.concatenate([[0], np.cumsum(pair_splits)]).astype(np.int64)
+    pair = np.repeat(np.arange(len(pair_splits)), pair_splits)
+    request, head = pair // kv_heads, pair % kv_heads
+    part = np.arange(len(pair)) - first[pair]
+    compact = part < compact_splits[request]
+    part = np.where(compact, part, part - compact_splits[request])
+    base = np.where(compact, compact_start[request], begin[request])
+    limit = np.where(compact, base + compact_length[request], end[request])
+    start = base + part * KEYS_PER_TASK
+    stop = np.minimum(start + KEYS_PER_TASK, limit)
+    return Tasks(
+        np.where(compact, -1, row[request]), request, head, start, stop, first, end.copy(), evidence.copy()
+    )
+
+
+def two_segment_attention_cpu(
+    query: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    compact: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    tasks: Tasks,
+    scale: float,
+    evidence: "Evidence | None" = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``two_segment_attention`` on the CPU; same shapes.
+
+    Raises:
+        TypeError: for a KV dtype other than float32, bfloat16 and float16.
+    """
+    batch, window, heads, head_dim = query.shape
+    kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
+    rows = heads // kv_heads * window
+    output = torch.empty(batch, window, heads, value_dim)
+    lse = torch.empty(batch, window, heads)
+    partials = (
+        np.empty((len(tasks.row), rows, value_dim), np.float32),
+        np.empty((len(tasks.row), rows), np.float32),
+        np.empty((len(tasks.row), rows), np.float32),
+    )
+    if evidence is None:
+        tasks = tasks._replace(evidence=np.full(batch, -1))
+        kept = (np.empty((1, kv_heads, rows, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
+    else:
+        logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
+        kept = (logits.numpy(), evidence.key_norms.numpy())
+    _compiled(rows, head_dim, value_dim, pool[0].dtype)(
+        query.float().numpy(),
+        (as_array(pool[0]), as_array(pool[1])),
+        (as_array(compact[0]), as_array(compact[1])),
+        page_table.numpy(),
+        tuple(tasks),
+        kept,
+        partials,
+        (output.numpy(), lse.numpy()),
+        np.float32(scale),
+    )
+    return output, lse
+
+
+@functools.cache
+def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
+    """The kernel with its loop bounds fixed, which lets LLVM unroll and vectorise them.
+
+    ``rows`` query rows share a KV head: its query heads times the window.
+    """
+    if dtype not in DTYPES:
+        raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
+    match_torch_threads()
+    block = KEYS_PER_BLOCK
+
+    @njit(fastmath=FASTMATH, cache=True)
+    def attend(q, keys, values, slots, paged, head, start, stop, limits, kept, state):
+        """Fold the keys ``start .. stop - 1`` into the running softmax ``state``."""
+        acc, top, total = state
+        keep, logits, norms = kept
+        scores = np.empty((rows, block), np.float32)
+        wide = np.empty(max(head_dim, value_dim), np.float32)
+        slot = np.empty(block, np.int64)
+        for begin in range(start, stop, block):
+            n = min(block, stop - begin)
+            for t in range(n):
+                slot[t] = slots[begin + t] if paged else begin + t
+                for d in range(head_dim):
+                    wide[d] = to_float32(keys[slot[t], head, d])
+                for r in range(rows):
+                    dot = np.float32(0)
+                    for d in range(head_dim):
+                        dot += q[r, d] * wide[d]
+                    scores[r, t] = dot
+                if keep:
+                    square = np.float32(0)
+                    for d in range(head_dim):
+                        square += wide[d] * wide[d]
+                    norms[begin + t] = math.sqrt(square)
+            for r in range(rows):
+                if paged:
+                    for t in range(max(limits[r] - begin, 0), n):
+                        scores[r, t] = -np.inf
+                if keep:
+                    for t in range(n):
+                        logits[r, begin + t] = scores[r, t]
+                new_top = top[r]
+                for t in range(n):
+                    new_top = max(new_top, scores[r, t])
+                if new_top == -np.inf:
+                    for t in range(n):
+                        scores[r, t] = np.float32(0)
+                    continue
+                if new_top > top[r]:
+                    rescale = np.float32(math.exp(top[r] - new_top))
+                    top[r] = new_top
+                    total[r] *= rescale
+                    for d in range(value_dim):
+                        acc[r, d] *= rescale
+                for t in range(n):
+                    weight = exp_float32(scores[r, t] - new_top)
+                    scores[r, t] = weight
+                    total[r] += weight
+            for t in range(n):
+                for d in range(value_dim):
+                    wide[d] = to_float32(values[slot[t], head, d])
+                for r in range(rows):
+                    weight = scores[r, t]
+                    for d in range(value_dim):
+                        acc[r, d] += weight * wide[d]
+
+    @njit(parallel=True, fastmath=FASTMATH, cache=True)
+    def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
+        row, request, head, start, stop, first, end, evidence_row = tasks
+        logits, norms = evidence
+        partial, partial_max, partial_sum = partials
+        window = query.shape[1]
+        group = rows // window
+        for i in prange(len(row)):
+            b, h, e = request[i], head[i], evidence_row[request[i]]
+            q = np.empty((rows, head_dim), np.float32)
+            limits = np.empty(rows, np.int64)
+            for r in range(rows):
+                limits[r] = end[b] - window + r % window + 1
+                for d in range(head_dim):
+                    q[r, d] = query[b, r % window, h * group + r // window, d] * scale
+            acc = np.zeros((rows, value_dim), np.float32)
+            top = np.full(rows, -np.inf, np.float32)
+            total = np.zeros(rows, np.float32)
+            paged, kept = row[i] >= 0, max(e, 0)
+            keys, values = pool if paged else compact
+            attend(
+                q, keys, values, table[max(row[i], 0)], paged, h, start[i], stop[i], limits,
+                (paged and e >= 0, logits[kept, h], norms[kept, h]), (acc, top, total),
+            )  # fmt: skip
+            partial[i], partial_max[i], partial_sum[i] = acc, top, total
+
+        output, lse = results
+        for pair in prange(len(first) - 1):
+            begin, stop_at = first[pair], first[pair + 1]
+            b, h = request[begin], head[begin]
+            for r in range(rows):
+                w, at = r % window, h * group + r // window
+                top_all = np.float32(-np.inf)
+                for i in range(begin, stop_at):
+                    top_all = max(top_all, partial_max[i, r])
+                mixed = np.zeros(value_dim, np.float32)
+                total_all = np.float32(0)
+                if top_all > -np.inf:
+                    for i in range(begin, stop_at):
+                        weight = np.float32(math.exp(partial_max[i, r] - top_all))
+                        total_all += weight * partial_sum[i, r]
+                        for d in range(value_dim):
+                            mixed[d] += weight * partial[i, r, d]
+                lse[b, w, at] = top_all + math.log(total_all)
+                for d in range(value_dim):
+                    output[b, w, at, d] = mixed[d] / total_all if total_all > 0 else np.float32(0)
+
+    return kernel

@@ -1,0 +1,137 @@
+"""One decode step under SFI as data: what each request reads, and whose selection is renewed.
+
+All tensors stay on the device and all shapes follow from the host's numbers, so nothing here waits for a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fathom.kernels.pack_segment import pack_segment
+from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, plan_segments
+from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.selector import Selection, candidates, select
+
+
+@dataclass(frozen=True)
+class RefreshBatch:
+    """The requests whose selection is renewed; entry e owns row e of the step's evidence. All [capacity] int64.
+
+    Attributes:
+        rows: page-table row, or -1 where the entry is not taken.
+        begin, end: candidate range in the request's table; empty where the entry is not taken.
+        start: first token of the request's run in every layer's compact buffer.
+    """
+
+    rows: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    start: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SfiStep:
+    """What every layer of a span reads in one decode step.
+
+    Attributes:
+        plan: the packed descriptor of the attention.
+        refreshed: [batch] bool, whose selection is renewed; for :meth:`PhaseState.advance`.
+        held: [batch] int64, entries in each request's run after this step.
+        refresh: the requests to renew, in the order of the evidence.
+    """
+
+    plan: SegmentPlan
+    refreshed: torch.Tensor
+    held: torch.Tensor
+    refresh: RefreshBatch
+
+
+def plan_step(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    slow: torch.Tensor,
+    start: torch.Tensor,
+    held: torch.Tensor,
+    capacity: int,
+    kv_heads: int,
+    config: SfiConfig,
+) -> SfiStep:
+    """Plan one decode step for the layers that share a page table.
+
+    A slow row reads its whole table, and so does a row without a compact buffer. Evidence goes to the first
+    ``capacity`` slow rows that have a buffer and all their sink tokens; the others stay slow until their turn.
+
+    Args:
+        rows: [batch] page-table rows; lengths: [batch] entries in them, the current token included.
+        slow: [batch] bool, from :meth:`PhaseState.slow`.
+        start: [batch] first token of the request's run in the compact buffers, or -1 where it has none.
+        held: [batch] entries in the run; what the last step's :attr:`SfiStep.held` says.
+        capacity: rows of the evidence.
+    """
+    lengths, start = lengths.long(), start.long()
+    dense = slow | (start < 0)
+    wanted = slow & (start >= 0) & (lengths >= config.sink)
+    place = wanted.cumsum(0) - 1
+    refreshed = wanted & (place < capacity)
+    first, last = candidates(lengths, config)
+
+    begin = torch.where(dense, 0, (lengths - config.recent).clamp(min=config.sink)).minimum(lengths)
+    length = torch.where(dense, 0, held)
+    evidence = torch.where(refreshed, place, -1)
+    plan = plan_segments(rows, begin, lengths, start.clamp(min=0), length, evidence, kv_heads)
+
+    # Entry `capacity` collects the rows that are not renewed and is cut off.
+    slot = torch.where(refreshed, place, capacity)
+    gathered = torch.zeros(4, capacity + 1, dtype=torch.int64, device=rows.device)
+    gathered[0] = -1
+    gathered[:, slot] = torch.stack((rows.long(), first, last, start))
+    batch = RefreshBatch(*gathered[:, :capacity])
+    renewed = config.sink + (last - first).clamp(max=config.selected)
+    return SfiStep(plan, refreshed, torch.where(refreshed, renewed, held), batch)
+
+
+def seed_step(
+    rows: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor, config: SfiConfig
+) -> tuple[RefreshBatch, torch.Tensor, torch.Tensor]:
+    """The refresh that ends a prefill, from the evidence of the prompt's last queries (section 3.1).
+
+    Args:
+        rows, lengths: [batch] page-table rows and prompt lengths; start: [batch] runs, -1 for none.
+
+    Returns:
+        The refresh, row i for request i; [batch] bool, who was seeded, for :meth:`PhaseState.admit`; [batch]
+        entries held in the runs.
+    """
+    seeded = (start >= 0) & (lengths >= config.sink)
+    first, last = candidates(lengths.long(), config)
+    none = ~seeded
+    batch = RefreshBatch(
+        rows.long().masked_fill(none, -1),
+        first.masked_fill(none, 0),
+        last.masked_fill(none, 0),
+        start.clamp(min=0),
+    )
+    held = config.sink + (last - first).clamp(max=config.selected)
+    return batch, seeded, held.masked_fill(none, 0)
+
+
+def refresh_layer(
+    evidence: Evidence,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    compact: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    batch: RefreshBatch,
+    config: SfiConfig,
+    selector: SelectorConfig,
+) -> Selection:
+    """Selector and reorganisation of one layer (sections 3.2, 3.3 and 4.1).
+
+    Args:
+        evidence: logits [capacity, heads, window, width] and key norms [capacity, kv_heads, width].
+        pool, compact, page_table: as in :func:`fathom.kernels.pack_segment.pack_segment`.
+    """
+    capacity, kv_heads, width = evidence.key_norms.shape
+    logits = evidence.logits.view(capacity, kv_heads, -1, width)
+    selection = select(logits, evidence.key_norms, batch.begin, batch.end, config.selected, selector)
+    pack_segment(pool, compact, page_table, batch.rows, batch.start, selection.indices, config.sink)
+    return selection

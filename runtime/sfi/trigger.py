@@ -1,0 +1,118 @@
+"""When a decode step is slow: trigger ids from a tokenizer, and the phase of every request.
+
+Slow-Fast Inference, section 3.1: the step after a trigger token is slow (Eq. 5), and so is a step that would be one
+fast step too many in a row (T_max).
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from fathom.runtime.sfi.config import SfiConfig
+
+TERMINATORS = ".?!;" + "。．｡？！；"
+CLOSERS = "\"')]}" + "”’»›）］｝】〉》」』〕＂＇"
+
+_NEWLINES = "\n\r\v\f\x85\u2028\u2029"
+
+
+def ends_segment(text: str, terminators: str = TERMINATORS) -> bool:
+    """Whether ``text`` ends a sentence or a line.
+
+    It ends a sentence with a terminator, after which only closing quotes and brackets and white space may follow.
+    It ends a line with a newline, after which only white space may follow.
+    """
+    sentence = f"[{re.escape(terminators)}][{re.escape(CLOSERS)}]*\\s*\\Z"
+    line = f"[{_NEWLINES}]\\s*\\Z"
+    return re.search(f"{sentence}|{line}", text) is not None
+
+
+def trigger_ids(tokenizer: Any, terminators: str = TERMINATORS) -> list[int]:
+    """Ids whose text ends a sentence or a line, ascending.
+
+    A mark that the tokenizer splits into several byte tokens has no id of its own and cannot trigger.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or a ``tokenizers.Tokenizer``.
+    """
+    if hasattr(tokenizer, "get_vocab_size"):
+        ids = [[i] for i in range(tokenizer.get_vocab_size())]
+        texts = tokenizer.decode_batch(ids, skip_special_tokens=False)
+    else:
+        ids = [[i] for i in range(len(tokenizer))]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return [i for (i,), text in zip(ids, texts, strict=True) if text and ends_segment(text, terminators)]
+
+
+def trigger_mask(ids: list[int], vocabulary: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[vocabulary] bool, true at the trigger ids.
+
+    Args:
+        vocabulary: width of the model's output, which may exceed the tokenizer's.
+    """
+    mask = torch.zeros(vocabulary, dtype=torch.bool)
+    mask[torch.tensor(ids, dtype=torch.int64)] = True
+    return mask.to(device)
+
+
+class PhaseState:
+    """Whether each request's next decode step is slow: one row per request slot, tensors throughout.
+
+    All methods take ``rows``, [batch] distinct request slots, and never wait for the device.
+    """
+
+    def __init__(
+        self, max_rows: int, trigger: torch.Tensor, config: SfiConfig, device: torch.device | str = "cpu"
+    ) -> None:
+        """
+        Args:
+            trigger: [vocabulary] bool, see :func:`trigger_mask`.
+        """
+        self.config = config
+        self._trigger = trigger.to(device)
+        # Fast steps (tokens) since the last slow one; whether a boundary was met that no slow step has followed.
+        self._since = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._boundary = torch.ones(max_rows, dtype=torch.bool, device=device)
+        self._stale = torch.ones(max_rows, dtype=torch.bool, device=device)
+
+    def admit(self, rows: torch.Tensor, first_tokens: torch.Tensor, seeded: torch.Tensor) -> None:
+        """Start requests whose prefill gave their first token.
+
+        Args:
+            first_tokens: [batch] ids.
+            seeded: [batch] bool, whether prefill chose a selection. Without one the first decode step is slow.
+        """
+        self._since[rows] = 0
+        self._boundary[rows] = self._trigger[first_tokens]
+        self._stale[rows] = ~seeded
+
+    def slow(self, rows: torch.Tensor) -> torch.Tensor:
+        """[batch] bool: is the next decode step of each request slow?"""
+        since = self._since[rows]
+        boundary = self._boundary[rows] & (since >= self.config.minimum_gap)
+        return self._stale[rows] | boundary | (since >= self.config.refresh_budget)
+
+    def advance(
+        self,
+        rows: torch.Tensor,
+        refreshed: torch.Tensor,
+        tokens: torch.Tensor,
+        accepted: torch.Tensor | None = None,
+    ) -> None:
+        """Account for one decode pass.
+
+        Args:
+            refreshed: [batch] bool, whether this pass renewed the request's selection. A slow pass that could not
+                (no evidence kept) leaves its request slow.
+            tokens: [batch] ids, or [batch, width] where several tokens may be accepted in one pass.
+            accepted: [batch] how many leading ids of ``tokens`` were accepted; None for all.
+        """
+        ids = tokens.unsqueeze(-1) if tokens.dim() == 1 else tokens
+        counts = torch.full_like(rows, ids.shape[1]) if accepted is None else accepted
+        valid = torch.arange(ids.shape[1], device=ids.device) < counts.unsqueeze(-1)
+        crossed = (self._trigger[torch.where(valid, ids, 0)] & valid).any(-1)
+        since = self._since[rows]
+        self._since[rows] = torch.where(refreshed, 0, since + counts).to(torch.int32)
+        self._boundary[rows] = crossed | (self._boundary[rows] & ~refreshed)
+        self._stale[rows] &= ~refreshed

@@ -1,0 +1,235 @@
+"""Slow-Fast Inference by the book: Algorithms 1 and 2 in plain PyTorch, one request, explicit masks.
+
+Works on a Transformers decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) in float32. Keys are cached and
+every step reads them all under a mask, so a step costs what dense decoding costs.
+"""
+
+import itertools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper's numbers under the paper's names; counts in tokens."""
+
+    sink: int = 4
+    recent: int = 256
+    k: int = 2048
+    t_max: int = 64
+    gap: int = 0  # fast steps that must follow a slow one before a trigger counts; the trigger is remembered
+    w_prefill: int = 16
+    seed_from_prefill: bool = True
+    alpha: float = 0.5
+    gamma: float = 0.5
+    beta: float = 0.568
+    p: float = 1.8
+    eta: float = 0.4
+    lambda_clip: float = 0.02
+    alpha_soft: float = 0.5
+    radius: int = 16
+    alpha_cross: float = 0.35
+    temperature: float = 2.0
+    eps: float = 1e-8
+
+
+def fused_score(logits: torch.Tensor, norms: torch.Tensor, s: Settings) -> tuple[torch.Tensor, float]:
+    """Eqs. 6 to 18 for one KV head.
+
+    Args:
+        logits: [queries, |J|] of all query rows that read this head; norms: [|J|].
+
+    Returns:
+        s(j), [|J|], and lambda*.
+    """
+    count = logits.shape[1]
+    mu = torch.zeros(count)
+    for row in logits:
+        e = torch.exp(row - row.max())
+        mu += (e / e.sum()) ** s.alpha
+    mu /= len(logits)
+    f = mu ** (1 / s.alpha)
+    f = f / f.sum()
+    u = torch.arange(count, dtype=torch.float32) / (count - 1 + s.eps)
+    prior = (norms + s.eps) ** -s.gamma
+    prior = prior * torch.exp(-s.beta * u**s.p) * (1 - u + s.eps) ** s.eta
+    r = prior / prior.sum()
+    top = float(f @ f - f @ r)
+    bottom = float(f @ f - 2 * (f @ r) + r @ r)
+    lam = min(max(top / bottom, 0.0), s.lambda_clip) if bottom > 0 else 0.0
+    return (1 - lam) * f + lam * r, lam
+
+
+def refined_scores(scores: list[torch.Tensor], s: Settings) -> list[torch.Tensor]:
+    """Eqs. 19 to 23 for the KV heads of one layer, each [|J|]."""
+    suppressed = []
+    for head in scores:
+        z = torch.log(head + s.eps)
+        peak = z.clone()
+        for shift in range(1, min(s.radius, len(z) - 1) + 1):
+            peak[shift:] = torch.maximum(peak[shift:], z[:-shift])
+            peak[:-shift] = torch.maximum(peak[:-shift], z[shift:])
+        suppressed.append(z - s.alpha_soft * torch.clamp(peak - z, min=0))
+    column = torch.stack(suppressed)
+    e = torch.exp((column - column.max(0).values) / s.temperature)
+    responsibility = e / e.sum(0)
+    return [
+        z + s.alpha_cross * torch.log(torch.clamp(share, min=s.eps))
+        for z, share in zip(suppressed, responsibility, strict=True)
+    ]
+
+
+def selector(
+    logits: list[torch.Tensor], norms: list[torch.Tensor], candidates: range, s: Settings
+) -> list[list[int]]:
+    """Algorithm 2 for one layer: per KV head the chosen positions, ascending.
+
+    Args:
+        logits: per KV head [queries, length]; norms: per KV head [length].
+    """
+    if not len(candidates):
+        return [[] for _ in logits]
+    own = slice(candidates.start, candidates.stop)
+    fused = [fused_score(rows[:, own], n[own], s)[0] for rows, n in zip(logits, norms, strict=True)]
+    chosen = []
+    for z in refined_scores(fused, s):
+        best = torch.argsort(z, descending=True, stable=True)[: s.k]
+        chosen.append(sorted(candidates.start + int(j) for j in best))
+    return chosen
+
+
+@dataclass
+class Generation:
+    """What one request did. Entry i of ``slow``, ``selected`` and ``logits[i + 1]`` belongs to ``tokens[i + 1]``.
+
+    Attributes:
+        tokens: generated ids, the first one from prefill.
+        slow: per decode step.
+        selected: per decode step, [layer][KV head] positions chosen in it; None for a fast step.
+        seed: what prefill chose, [layer][KV head]; None where it chose nothing.
+        logits: float32 [vocabulary] per token.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    slow: list[bool] = field(default_factory=list)
+    selected: list[list[list[list[int]]] | None] = field(default_factory=list)
+    seed: list[list[list[int]]] | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class CachedModel:
+    """A Transformers model whose attention reads a cache of plain tensors under a mask."""
+
+    def __init__(self, model, capacity: int) -> None:
+        config = model.config
+        self.body, self.head = model.model, model.lm_head
+        self.kv_heads = config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        shape = (config.num_hidden_layers, self.kv_heads, capacity, self.dim)
+        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.length = 0
+
+    def project(self, attention, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """Rotated queries [heads, n, dim] and keys [kv_heads, n, dim], and values."""
+        n = len(hidden)
+        q = attention.q_proj(hidden).view(n, self.heads, self.dim)
+        k = attention.k_proj(hidden).view(n, self.kv_heads, self.dim)
+        v = attention.v_proj(hidden).view(n, self.kv_heads, self.dim)
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+
+        def rotate(x):
+            half = torch.cat((-x[..., self.dim // 2 :], x[..., : self.dim // 2]), -1)
+            return x * cos.unsqueeze(1) + half * sin.unsqueeze(1)
+
+        return rotate(q).transpose(0, 1), rotate(k).transpose(0, 1), v.transpose(0, 1)
+
+    def forward(self, ids: list[int], visible) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the next tokens.
+
+        Args:
+            visible: (layer) -> bool mask that broadcasts to [kv_heads, n, length].
+
+        Returns:
+            Logits of the last token [vocabulary]; per layer the masked attention logits [kv_heads, group, n,
+            length].
+        """
+        positions = torch.arange(self.length, self.length + len(ids))
+        self.length += len(ids)
+        hidden = self.body.embed_tokens(torch.tensor(ids))
+        cos, sin = (x[0] for x in self.body.rotary_emb(hidden, positions.unsqueeze(0)))
+        observed = []
+        for i, layer in enumerate(self.body.layers):
+            q, k, v = self.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
+            self.keys[i, :, positions], self.values[i, :, positions] = k, v
+            q = q.reshape(self.kv_heads, -1, len(ids), self.dim)
+            scores = q @ self.keys[i, :, None, : self.length].transpose(-1, -2) / math.sqrt(self.dim)
+            scores = scores.masked_fill(~visible(i).unsqueeze(1), float("-inf"))
+            mixed = scores.softmax(-1) @ self.values[i, :, None, : self.length]
+            mixed = mixed.reshape(self.heads, len(ids), self.dim).transpose(0, 1).reshape(len(ids), -1)
+            hidden = hidden + layer.self_attn.o_proj(mixed)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            observed.append(scores)
+        return self.head(self.body.norm(hidden[-1])), observed
+
+
+@torch.inference_mode()
+def generate(
+    model, prompt: list[int], new_tokens: int, triggers: Collection[int], s: Settings = Settings()
+) -> Generation:
+    """Algorithm 1: greedy decoding of ``new_tokens`` tokens (no stop at EOS)."""
+    result = Generation()
+    cached = CachedModel(model, len(prompt) + new_tokens)
+    everything = torch.ones(1, 1, 1, dtype=torch.bool)
+
+    def choose(observed: list[torch.Tensor], window: int) -> list[list[list[int]]]:
+        candidates = range(s.sink, max(cached.length - s.recent, s.sink))
+        per_layer = []
+        for i, scores in enumerate(observed):
+            rows = [head[:, -window:].reshape(-1, cached.length) for head in scores]
+            norms = [k[: cached.length].norm(dim=-1) for k in cached.keys[i]]
+            per_layer.append(selector(rows, norms, candidates, s))
+        return per_layer
+
+    chunk = 512
+    observed: list[torch.Tensor] = []
+    # The last chunk holds the whole window, so that its queries are observed together.
+    cuts = [*range(0, max(len(prompt) - s.w_prefill, 1), chunk), len(prompt)]
+    for begin, end in itertools.pairwise(cuts):
+        causal = torch.arange(end) <= torch.arange(begin, end).unsqueeze(1)
+        logits, observed = cached.forward(prompt[begin:end], lambda _, mask=causal: mask.unsqueeze(0))
+    selection = None
+    # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
+    if s.seed_from_prefill and cached.length >= s.sink:
+        selection = result.seed = choose(observed, s.w_prefill)
+    result.tokens.append(int(logits.argmax()))
+    result.logits.append(logits)
+
+    fast_run, boundary = 0, result.tokens[0] in triggers
+    while len(result.tokens) < new_tokens:
+        slow = selection is None or fast_run >= s.t_max or (boundary and fast_run >= s.gap)
+        length = cached.length + 1
+        if slow:
+            logits, observed = cached.forward(result.tokens[-1:], lambda _: everything)
+            if length >= s.sink:
+                selection = choose(observed, 1)
+                fast_run, boundary = 0, False
+        else:
+            masks = [torch.zeros(cached.kv_heads, 1, length, dtype=torch.bool) for _ in selection]
+            for mask, heads in zip(masks, selection, strict=True):
+                mask[..., : s.sink] = True
+                mask[..., max(length - s.recent, 0) :] = True
+                for h, chosen in enumerate(heads):
+                    mask[h, 0, chosen] = True
+            logits, _ = cached.forward(result.tokens[-1:], masks.__getitem__)
+            fast_run += 1
+        result.slow.append(slow)
+        result.selected.append(selection if slow else None)
+        result.tokens.append(int(logits.argmax()))
+        result.logits.append(logits)
+        boundary = boundary or result.tokens[-1] in triggers
+    return result

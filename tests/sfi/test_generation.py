@@ -1,0 +1,221 @@
+"""The parts of SFI composed in a plain loop give the tokens, phases and selections of Algorithms 1 and 2.
+
+No engine: a pool with scattered slots, a batch whose rows are in different phases, contexts below sink + recent.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracles import sfi as oracle
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fathom.kernels.decode_logits import decode_logits, plan_dense
+from fathom.kernels.two_segment_attention import two_segment_attention
+from fathom.runtime.sfi.buffers import CompactRuns, RunShape
+from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.refresh import EvidenceRing, InOrder, RefreshExecutor
+from fathom.runtime.sfi.step import plan_step, refresh_layer, seed_step
+from fathom.runtime.sfi.trigger import PhaseState, trigger_mask
+
+VOCABULARY = 128
+SELECTOR = SelectorConfig(nms_radius=3, prior_clip=0.2)
+CONFIG = SfiConfig(sink=4, recent=16, selected=20, refresh_budget=9, prefill_window=16)
+TRIGGERS = list(range(0, VOCABULARY, 11))
+
+
+def settings(config: SfiConfig, seeded: bool) -> oracle.Settings:
+    return oracle.Settings(
+        sink=config.sink,
+        recent=config.recent,
+        k=config.selected,
+        t_max=config.refresh_budget,
+        gap=config.minimum_gap,
+        w_prefill=config.prefill_window,
+        seed_from_prefill=seeded,
+        lambda_clip=SELECTOR.prior_clip,
+        radius=SELECTOR.nms_radius,
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+@dataclass
+class Trace:
+    """One request's history in the loop."""
+
+    tokens: list[int]
+    slow: list[bool]
+    selected: list
+    seed: list | None = None
+
+
+class Loop:
+    """Greedy decoding of a batch with SFI's parts and nothing else."""
+
+    def __init__(self, model, config: SfiConfig, requests: int, width: int, runs: int) -> None:
+        self.model, self.config = model, config
+        self.parts = oracle.CachedModel(model, 0)
+        layers, kv_heads, dim = len(model.model.layers), self.parts.kv_heads, self.parts.dim
+        slots = requests * width + 3
+        self.table = torch.randperm(slots)[: requests * width].view(requests, width).int()
+        self.pool = [
+            (torch.randn(slots, kv_heads, dim), torch.randn(slots, kv_heads, dim)) for _ in range(layers)
+        ]
+        shape = RunShape.of(config, layers, kv_heads, dim, dim, 4)
+        self.runs = CompactRuns(shape, runs * shape.bytes)
+        buffer = (self.runs.tokens, kv_heads, dim)
+        self.compact = [(torch.full(buffer, torch.nan), torch.full(buffer, torch.nan)) for _ in range(layers)]
+        self.phases = PhaseState(requests, trigger_mask(TRIGGERS, VOCABULARY), config)
+        memory = 4 * requests * width * (self.parts.heads * config.prefill_window + kv_heads) * 2
+        self.ring = EvidenceRing(2, self.parts.heads, kv_heads, memory)
+        self.executor = RefreshExecutor(InOrder(), slots=2)
+        self.start = torch.full((requests,), -1)
+        self.held = torch.zeros(requests, dtype=torch.int64)
+        self.length = torch.zeros(requests, dtype=torch.int64)
+        self.traces: list[Trace] = []
+
+    def through_layers(self, ids, positions, attend) -> torch.Tensor:
+        """Logits [n, vocabulary] of tokens; ``attend(layer, q, k, v)`` with q, k and v [heads, n, dim]."""
+        body = self.model.model
+        hidden = body.embed_tokens(torch.tensor(ids))
+        cos, sin = (x[0] for x in body.rotary_emb(hidden, positions.unsqueeze(0)))
+        for i, layer in enumerate(body.layers):
+            mixed = attend(i, *self.parts.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin))
+            hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(ids), -1))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.model.lm_head(body.norm(hidden))
+
+    def prefill(self, prompt: list[int], seeded: bool) -> None:
+        row, n = len(self.traces), len(prompt)
+        rows, lengths = torch.tensor([row]), torch.tensor([n])
+        self.length[row] = n
+        start = self.runs.acquire(row)
+        self.start[row] = -1 if start is None else start
+        batch, chosen, held = seed_step(rows, lengths, self.start[rows], self.config)
+        window = min(self.config.prefill_window, n)
+        plan = plan_dense(rows, lengths, self.parts.kv_heads)
+        seed = []
+
+        def attend(i, q, k, v):
+            slots = self.table[row, :n].long()
+            self.pool[i][0][slots], self.pool[i][1][slots] = k.transpose(0, 1), v.transpose(0, 1)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+            if seeded:
+                slot = self.executor.acquire()
+                evidence = self.ring.view(slot, 1, n, window)
+                last = q[:, -window:].transpose(0, 1).unsqueeze(0).contiguous()
+                again, _ = decode_logits(last, self.pool[i], self.table, plan, self.parts.dim**-0.5, evidence)
+                torch.testing.assert_close(
+                    again[0], output[:, -window:].transpose(0, 1), atol=1e-5, rtol=1e-4
+                )
+                self.executor.submit(lambda: seed.append(self.refresh(i, evidence, batch)))
+            return output.transpose(0, 1)
+
+        with self.executor.step():
+            logits = self.through_layers(prompt, torch.arange(n), attend)[-1:]
+        first = logits.argmax(-1)
+        seeded_rows = chosen & seeded
+        self.held[row] = torch.where(seeded_rows, held, 0)[0]
+        self.phases.admit(rows, first, seeded_rows)
+        self.traces.append(Trace([int(first)], [], [], self.listed(seed, 0) if seeded else None))
+
+    def refresh(self, layer, evidence, batch):
+        return refresh_layer(
+            evidence, self.pool[layer], self.compact[layer], self.table, batch, self.config, SELECTOR
+        )
+
+    @staticmethod
+    def listed(selections, entry) -> list[list[list[int]]]:
+        """[layer][KV head] chosen indices of one entry of the refresh."""
+        return [[[j for j in head if j >= 0] for head in s.indices[entry].tolist()] for s in selections]
+
+    def decode(self, rows: torch.Tensor, capacity: int) -> None:
+        self.length[rows] += 1
+        lengths = self.length[rows]
+        slow = self.phases.slow(rows)
+        kv_heads = self.parts.kv_heads
+        step = plan_step(
+            rows, lengths, slow, self.start[rows], self.held[rows], capacity, kv_heads, self.config
+        )
+        self.held[rows] = step.held
+        width = int(lengths.max())
+        chosen = []
+
+        def attend(i, q, k, v):
+            slots = self.table[rows, lengths - 1].long()
+            self.pool[i][0][slots], self.pool[i][1][slots] = k.transpose(0, 1), v.transpose(0, 1)
+            slot = self.executor.acquire()
+            evidence = self.ring.view(slot, capacity, width)
+            query = q.transpose(0, 1).unsqueeze(1).contiguous()
+            output, _ = two_segment_attention(
+                query, self.pool[i], self.compact[i], self.table, step.plan, self.parts.dim**-0.5, evidence
+            )
+            self.executor.submit(lambda: chosen.append(self.refresh(i, evidence, step.refresh)))
+            return output
+
+        with self.executor.step():
+            ids = [self.traces[row].tokens[-1] for row in rows.tolist()]
+            tokens = self.through_layers(ids, lengths - 1, attend).argmax(-1)
+        self.phases.advance(rows, step.refreshed, tokens)
+        entry = 0
+        for i, row in enumerate(rows.tolist()):
+            trace, renewed = self.traces[row], bool(step.refreshed[i])
+            trace.tokens.append(int(tokens[i]))
+            trace.slow.append(bool(slow[i]))
+            trace.selected.append(self.listed(chosen, entry) if renewed else None)
+            entry += renewed
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def agree(trace: Trace, want: oracle.Generation) -> None:
+    assert trace.slow == want.slow
+    assert trace.seed == want.seed
+    assert trace.selected == want.selected
+    assert trace.tokens == want.tokens
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("lengths", "seeded", "gap"), [([150], True, 0), ([90], False, 2), ([150, 37, 6], True, 0)], ids=str
+)
+def test_loop_equals_algorithm_1(model, lengths, seeded, gap):
+    config = SfiConfig(**{**vars(CONFIG), "minimum_gap": gap})
+    new = 60
+    loop = Loop(model, config, len(lengths), max(lengths) + new, runs=len(lengths))
+    for prompt in prompts(lengths):
+        loop.prefill(prompt, seeded)
+    rows = torch.arange(len(lengths)).flip(0)  # batch order is not table order
+    mixed = 0
+    for _ in range(new - 1):
+        phases = loop.phases.slow(rows)
+        mixed += bool(phases.any() and not phases.all())
+        loop.decode(rows, capacity=len(lengths))
+    for prompt, trace in zip(prompts(lengths), loop.traces, strict=True):
+        want = oracle.generate(model, prompt, new, TRIGGERS, settings(config, seeded))
+        agree(trace, want)
+        assert 3 < sum(want.slow) < new // 2
+        assert len(set(want.tokens)) > 10
+    assert len(lengths) == 1 or mixed > 10
