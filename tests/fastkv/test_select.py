@@ -1,0 +1,148 @@
+"""FastKV's propagation and retention against the oracle, and their promises as properties."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import fastkv as oracle
+
+from fathom.kernels.window_scores import pool_saliency, row_mean_scores, window_of
+from fathom.runtime.fastkv.config import FastKVConfig
+from fathom.runtime.fastkv.policies import RETENTION_POLICIES, RetentionContext, load_policy
+from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retain, retained_entries
+
+WINDOW = 8
+
+
+def layer(lengths, heads=4, kv_heads=2, dim=16, dtype=torch.float32):
+    """One layer's queries per request, its pool and slot table."""
+    torch.manual_seed(sum(lengths))
+    slots = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+    for row, part in enumerate(torch.randperm(sum(lengths) + 3)[: sum(lengths)].int().split(lengths)):
+        slots[row, : len(part)] = part
+    queries = [(torch.randn(n, heads, dim) * 2).to(dtype) for n in lengths]
+    return queries, torch.randn(sum(lengths) + 3, kv_heads, dim).to(dtype), slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[1], [5], [8], [9], [12, 300, 3, 77], [700]])
+def test_kept_sets_are_the_oracles(lengths, dtype):
+    queries, keys, slots = layer(lengths, dtype=dtype)
+    rows = [min(n, WINDOW) for n in lengths]
+    packed = torch.cat([query[-count:] for query, count in zip(queries, rows, strict=True)])
+    means = row_mean_scores(packed, keys, window_of(rows, lengths, slots, causal=True), 0.25)
+    for index, (n, query) in enumerate(zip(lengths, queries, strict=True)):
+        matrix = oracle.attention(query, keys[slots[index, :n].long()], 0.25)
+        # Above the selection layer fewer tokens are present than entered the model.
+        for entered in (n, 3 * n):
+            sizes = Sizes(entered, n, WINDOW)
+            one = pool_saliency(means[index], sizes.ranked, groups=1)
+            each = pool_saliency(means[index], sizes.ranked, groups=2)
+            (want_one,), want_each = oracle.saliency(matrix, 1), oracle.saliency(matrix, 2)
+            for rate in (0.03, 0.1, 0.2, 0.55, 1.0):
+                for forced in ([], [0], [0, n - 1]):
+                    pinned = torch.tensor(sorted(set(forced))) if forced else None
+                    got = propagated_tokens(one, sizes, rate, pinned)
+                    assert got.tolist() == oracle.keep(want_one, n, entered, rate, forced=forced)
+                kept = retained_entries(each, sizes, rate)
+                assert kept.tolist() == [oracle.keep(scores, n, entered, rate) for scores in want_each]
+
+
+@given(data=st.data(), present=st.integers(1, 60), more=st.integers(0, 100), rate=st.integers(1, 100))
+@settings(max_examples=200, deadline=None)
+def test_ties_and_budgets_as_in_the_oracle(data, present, more, rate):
+    """Scores on three exact levels: almost every border is a tie."""
+    window = data.draw(st.integers(1, 12))
+    sizes = Sizes(present + more, present, window)
+    level = st.sampled_from([0.0, 0.25, 1.0])
+    row = st.lists(level, min_size=sizes.ranked, max_size=sizes.ranked)
+    scores = [data.draw(row), data.draw(row)]
+    forced = sorted(data.draw(st.sets(st.integers(0, present - 1), max_size=3)))
+    want = [oracle.keep(s, present, present + more, rate / 100, window) for s in scores]
+    tensor = torch.tensor(scores).view(2, sizes.ranked)
+    assert retained_entries(tensor, sizes, rate / 100).tolist() == want
+    got = propagated_tokens(tensor[0], sizes, rate / 100, torch.tensor(forced, dtype=torch.int64))
+    assert got.tolist() == oracle.keep(scores[0], present, present + more, rate / 100, window, forced)
+    # What must be there, and no more than the budget unless that alone exceeds it.
+    must = set(range(sizes.ranked, present)) | set(forced)
+    assert must <= set(got.tolist())
+    assert len(got) == max(min(oracle.budget(rate / 100, present + more), present), len(must))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    present=st.integers(1, 200),
+    rates=st.tuples(st.integers(1, 100), st.integers(1, 100)),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_higher_rate_keeps_all_that_a_lower_one_keeps(seed, present, rates):
+    sizes = Sizes(present, present, WINDOW)
+    scores = torch.rand(2, sizes.ranked, generator=torch.Generator().manual_seed(seed))
+    low, high = (retained_entries(scores, sizes, rate / 100).tolist() for rate in sorted(rates))
+    assert all(set(a) <= set(b) for a, b in zip(low, high, strict=True))
+
+
+@pytest.mark.parametrize("name", RETENTION_POLICIES)
+def test_every_policy_keeps_the_budget_and_the_window(name):
+    policy = load_policy(name)
+    assert FastKVConfig(retention_policy=name).retention_policy == name
+    for entered, present in ((300, 300), (300, 90), (10, 10), (3, 3), (300, 2)):
+        sizes = Sizes(entered, present, WINDOW)
+        saliency = torch.rand(2, sizes.ranked) if policy.needs_saliency else None
+        context = RetentionContext(torch.arange(sizes.ranked), 2, layer=1, seed=3, saliency=saliency)
+        kept = retain(policy, context, sizes, 0.1)
+        assert kept.shape == (2, min(present, max(entered // 10, WINDOW)))
+        assert torch.equal(kept, kept.sort(-1).values) and all(
+            len(set(row)) == len(row) for row in kept.tolist()
+        )
+        tail = torch.arange(sizes.ranked, present)
+        assert torch.equal(kept[:, -len(tail) :], tail.expand(2, -1))
+        assert torch.equal(kept, retain(policy, context, sizes, 0.1))  # pure
+
+
+def context_of(ranked, **changes):
+    values = {"kv_heads": 2, "layer": 0, "seed": 0} | changes
+    return RetentionContext(torch.arange(ranked), **values)
+
+
+def test_streaming_keeps_sinks_and_the_latest():
+    kept = retain(load_policy("streaming"), context_of(92), Sizes(100, 100, WINDOW), 0.2)
+    assert kept.tolist() == [[0, 1, 2, 3, *range(84, 100)]] * 2
+    # No room for all four sinks: the first ones.
+    assert (
+        retain(load_policy("streaming"), context_of(92), Sizes(100, 100, WINDOW), 0.1).tolist()
+        == [[0, 1, *range(92, 100)]] * 2
+    )
+
+
+def test_random_depends_on_seed_layer_and_head_only():
+    sizes, policy = Sizes(100, 100, WINDOW), load_policy("random")
+    kept = retain(policy, context_of(92), sizes, 0.3)
+    assert kept[0].tolist() != kept[1].tolist()
+    assert not torch.equal(kept, retain(policy, context_of(92, seed=1), sizes, 0.3))
+    assert not torch.equal(kept, retain(policy, context_of(92, layer=1), sizes, 0.3))
+    # Not tied to a part of the prompt: over many layers every token is kept about equally often.
+    counts = torch.zeros(92)
+    for index in range(300):
+        chosen = retain(policy, context_of(92, layer=index), sizes, 0.3)[:, :-WINDOW]
+        counts += torch.bincount(chosen.reshape(-1), minlength=92)
+    share = counts / 600
+    assert abs(float(share.mean()) - 22 / 92) < 1e-6 and float((share - 22 / 92).abs().max()) < 0.08
+
+
+def test_illegal_input_is_refused():
+    with pytest.raises(ValueError, match="before the window"):
+        retained_entries(torch.rand(2, 5), Sizes(20, 20, WINDOW), 0.5)
+    with pytest.raises(ValueError, match="present"):
+        Sizes(10, 11, WINDOW)
+    with pytest.raises(ValueError, match="no retention policy"):
+        load_policy("best")
+    for values in (
+        {"tsp_rate": 0},
+        {"retention_rate": 1.1},
+        {"tsp_layer": 0},
+        {"pool": 2},
+        {"retention_policy": "x"},
+    ):
+        with pytest.raises(ValueError):
+            FastKVConfig(**values)
