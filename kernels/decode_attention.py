@@ -139,7 +139,9 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     match_torch_threads()
     block = KEYS_PER_BLOCK
 
-    @njit(parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, cache=True)
+    @njit(
+        parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
+    )
     def kernel(query, keys, values, table, tasks, partials, results, scale):
         row, request, head, start, stop, first = tasks
         partial, partial_max, partial_sum = partials
@@ -149,44 +151,65 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for d in range(head_dim):
                     q[g, d] = query[request[i], head[i] * group + g, d] * scale
             scores = np.empty((group, block), np.float32)
-            wide_k = np.empty(head_dim, np.float32)
-            wide_v = np.empty(value_dim, np.float32)
             acc = np.zeros((group, value_dim), np.float32)
             top = np.full(group, -np.inf, np.float32)
             total = np.zeros(group, np.float32)
+            h, last = head[i], stop[i] - 1
+            slots = table[row[i]]
             for begin in range(start[i], stop[i], block):
                 n = min(block, stop[i] - begin)
-                for t in range(n):
-                    slot = table[row[i], begin + t]
-                    for d in range(head_dim):
-                        wide_k[d] = to_float32(keys[slot, head[i], d])
+                # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
+                for t in range(0, n, 4):
+                    k0 = keys[slots[begin + t], h]
+                    k1 = keys[slots[min(begin + t + 1, last)], h]
+                    k2 = keys[slots[min(begin + t + 2, last)], h]
+                    k3 = keys[slots[min(begin + t + 3, last)], h]
                     for g in range(group):
-                        dot = np.float32(0)
+                        q_row, score = q[g], scores[g]
+                        dot0 = dot1 = dot2 = dot3 = np.float32(0)
                         for d in range(head_dim):
-                            dot += q[g, d] * wide_k[d]
-                        scores[g, t] = dot
+                            x = q_row[d]
+                            dot0 += x * to_float32(k0[d])
+                            dot1 += x * to_float32(k1[d])
+                            dot2 += x * to_float32(k2[d])
+                            dot3 += x * to_float32(k3[d])
+                        score[t] = dot0
+                        score[t + 1] = dot1
+                        score[t + 2] = dot2
+                        score[t + 3] = dot3
                 for g in range(group):
+                    score = scores[g]
                     new_top = top[g]
                     for t in range(n):
-                        new_top = max(new_top, scores[g, t])
+                        new_top = max(new_top, score[t])
                     if new_top > top[g]:
                         rescale = np.float32(math.exp(top[g] - new_top))
                         top[g] = new_top
                         total[g] *= rescale
                         for d in range(value_dim):
                             acc[g, d] *= rescale
+                    added = np.float32(0)
                     for t in range(n):
-                        weight = exp_float32(scores[g, t] - new_top)
-                        scores[g, t] = weight
-                        total[g] += weight
-                for t in range(n):
-                    slot = table[row[i], begin + t]
-                    for d in range(value_dim):
-                        wide_v[d] = to_float32(values[slot, head[i], d])
+                        weight = exp_float32(score[t] - new_top)
+                        score[t] = weight
+                        added += weight
+                    total[g] += added
+                    score[n : n + -n % 4] = 0
+                for t in range(0, n, 4):
+                    v0 = values[slots[begin + t], h]
+                    v1 = values[slots[min(begin + t + 1, last)], h]
+                    v2 = values[slots[min(begin + t + 2, last)], h]
+                    v3 = values[slots[min(begin + t + 3, last)], h]
                     for g in range(group):
-                        weight = scores[g, t]
+                        sums, score = acc[g], scores[g]
+                        w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]
                         for d in range(value_dim):
-                            acc[g, d] += weight * wide_v[d]
+                            sums[d] += (
+                                w0 * to_float32(v0[d])
+                                + w1 * to_float32(v1[d])
+                                + w2 * to_float32(v2[d])
+                                + w3 * to_float32(v3[d])
+                            )
             for g in range(group):
                 partial_max[i, g] = top[g]
                 partial_sum[i, g] = total[g]
