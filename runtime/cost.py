@@ -244,11 +244,14 @@ def make_plan(
     Raises:
         ValueError: for a layer outside the model or an empty prompt.
     """
-    for name, at in (("T", fastkv and fastkv.layer), ("K", speed and speed.cutoff)):
-        if at is not None and not 1 <= at <= layers:
+    bounds = {"T": fastkv.layer if fastkv else 1, "K": speed.cutoff if speed else 1}
+    for name, at in bounds.items():
+        if not 1 <= at <= layers:
             raise ValueError(f"{name} = {at} is not a layer of a model with {layers}")
-    whole = specprefill is None or prompt < specprefill.min_prompt_tokens
-    entering = prompt if specprefill is None or whole else specprefill.kept(prompt)
+    drops = specprefill is not None and prompt >= specprefill.min_prompt_tokens
+    entering, draft = (
+        (specprefill.kept(prompt), specprefill.draft) if specprefill and drops else (prompt, None)
+    )
     above_t = fastkv.size(fastkv.tsp_rate, entering) if fastkv else entering
     above_k = min(entering, speed.anchors + 1) if speed else entering
     stay = fastkv.size(fastkv.retention_rate, entering) if fastkv else entering
@@ -258,7 +261,7 @@ def make_plan(
         seen = above_t if fastkv and layer > fastkv.layer else entering
         computed.append(min(seen, above_k) if cut else seen)
         retained.append(computed[-1] if cut else min(seen, stay))
-    plan = CostPlan(prompt, tuple(computed), tuple(retained), draft=None if whole else specprefill.draft)
+    plan = CostPlan(prompt, tuple(computed), tuple(retained), draft=draft)
     if slow_fast is None:
         return plan
     packed = slow_fast.sink + slow_fast.selected
