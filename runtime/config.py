@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
+from fathom.runtime.fastkv.policies import RETENTION_POLICIES
+
 MECHANISMS: frozenset[str] = frozenset()
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
 
@@ -209,7 +211,7 @@ class Policy:
         help="how the kept KV entries are chosen (random is the control)",
         unit="rule",
         source="FastKV, section 4.4",
-        words=("saliency", "random"),
+        words=tuple(RETENTION_POLICIES),
         mechanism="FastKV",
         tunes="kv_retention_rate",
     )

@@ -1,5 +1,8 @@
 """FastKV's propagation and retention against the oracle, and their promises as properties."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from fathom.runtime.fastkv.policies import RETENTION_POLICIES, RetentionContext,
 from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retain, retained_entries
 
 WINDOW = 8
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def layer(lengths, heads=4, kv_heads=2, dim=16, dtype=torch.float32):
@@ -113,6 +117,14 @@ def test_streaming_keeps_sinks_and_the_latest():
         retain(load_policy("streaming"), context_of(92), Sizes(100, 100, WINDOW), 0.1).tolist()
         == [[0, 1, *range(92, 100)]] * 2
     )
+
+
+def test_the_checklist_shows_a_policy_as_it_is():
+    checklist = (ROOT / "docs" / "add-a-retention-policy.md").read_text()
+    shown = re.search(r"```python\n(.*?)```", checklist, re.S).group(1)
+    source = (ROOT / "runtime" / "fastkv" / "streaming.py").read_text().splitlines()
+    lines = [line.removeprefix("   ") for line in shown.splitlines() if line.strip()]
+    assert len(lines) > 8 and set(lines) <= set(source)
 
 
 def test_random_depends_on_seed_layer_and_head_only():

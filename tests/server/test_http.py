@@ -253,7 +253,7 @@ REFUSED = [
     ({"fathom": {"kv_retention_rate": 0}}, "fathom.kv_retention_rate must be in (0, 1], got 0"),
     (
         {"fathom": {"retention_policy": 1}},
-        'fathom.retention_policy must be one of "saliency", "random", got 1',
+        'fathom.retention_policy must be one of "saliency", "streaming", "random", got 1',
     ),
     (
         {"fathom": {"decode": "slow_fast"}},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fathom.runtime import config
 from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
+from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
 LIMITS = Limits(layers=16, span=4)
@@ -29,7 +30,7 @@ LEGAL = {
     "anchors": st.sampled_from(["bos", "none"]),
     "tsp_rate": rates,
     "kv_retention_rate": rates,
-    "retention_policy": st.sampled_from(["saliency", "random"]),
+    "retention_policy": st.sampled_from(list(RETENTION_POLICIES)),
     "decode": st.sampled_from(["slow_fast", "full"]),
     "speculative": st.booleans(),
 }
