@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fathom.benchmarks import liveness, report, servers, vllm_env
+from fathom.benchmarks import liveness, predict, report, servers, vllm_env
 from fathom.benchmarks.args import parser, plan, room
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.measure import Bench, Cell, Settings, Turn, steps
@@ -76,7 +76,10 @@ def measure(
             bar.update()
 
         def record(cell: Cell, turns: list[Turn]) -> None:
-            done.append(report.cell_json(cell, settings.output, turns, names))
+            expected = predict.predictions(
+                [server.variant for server in running], shape, cell, settings, turns
+            )
+            done.append({**report.cell_json(cell, settings.output, turns, names), "predictions": expected})
 
         bench = Bench(running, settings, shape.vocab, advance)
         asyncio.run(bench.run(cells, record))
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
     """The whole measurement. Returns the report."""
     variants = chosen_variants(args)
     shape, cells, settings = plan(args)
+    predict.check(variants, shape)
     vllm_folder = args.vllm_env.absolute()
     if VLLM.name in {variant.name for variant in variants}:
         vllm_env.make(vllm_folder)

@@ -79,8 +79,9 @@ def check_reply(server: Server, reply: Reply) -> None:
         or report["fast_steps"] > 0
         or report["draft_tokens"] > 0
     )
-    asked = server.variant.body.get("fathom", {})
-    if asked in ({}, {"preset": "exact"}) and reduced:
+    if server.variant.dense and reduced:
         raise BenchError(f"{name}: a dense request was not served dense: {report}")
-    if asked not in ({}, {"preset": "exact"}) and not reduced:
-        raise BenchError(f"{name}: asked for {asked}, but the request was served dense: {report}")
+    if not server.variant.dense and not reduced:
+        raise BenchError(
+            f"{name}: asked for {server.variant.policy}, but the request was served dense: {report}"
+        )

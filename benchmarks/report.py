@@ -173,7 +173,33 @@ def table(report: dict) -> str:
             "",
             *_table(["prompt", "batch", "ratio", *(m.upper() for m in METRICS), "same text"], ratios),
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_predictions(report)])
+
+
+def _predictions(report: dict) -> list[str]:
+    """Lines of the third table: what a policy saves against dense Fathom, measured and predicted."""
+    rows = []
+    for cell in report["cells"]:
+        for pair, expected in cell.get("predictions", {}).items():
+            measured = [_spread(cell["ratios"][pair][m], 1.0, 2) for m in ("ttft", "tpot")]
+            shown = {name: "–" if value is None else f"{value:.2f}" for name, value in expected.items()}
+            ttft = [measured[0], shown["ttft"]]
+            tpot = [measured[1], shown["tpot"], shown["tpot_kv"]]
+            kv = [shown["kv_reported"], shown["kv"]]
+            rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *ttft, *tpot, *kv])
+    head = [
+        "prompt",
+        "batch",
+        "ratio",
+        "TTFT",
+        "by FLOPs",
+        "TPOT",
+        "by bytes",
+        "by KV bytes",
+        "KV held",
+        "by plan",
+    ]
+    return ["", *_table(head, rows)] if rows else []
 
 
 def notes(report: dict) -> list[str]:

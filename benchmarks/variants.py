@@ -27,6 +27,22 @@ class Variant:
     env: dict[str, str] = field(default_factory=dict)
     body: dict = field(default_factory=dict)
 
+    @property
+    def policy(self) -> dict:
+        """The `fathom` object of its requests."""
+        return self.body.get("fathom", {})
+
+    @property
+    def dense(self) -> bool:
+        """Whether its requests ask for nothing to be dropped."""
+        return self.policy in ({}, {"preset": "exact"})
+
+    def option(self, name: str) -> str | None:
+        """Value of a flag of its command, the last one given; None without it."""
+        words = [word for part in self.command for word in part.split("=", 1)]
+        at = [index for index, word in enumerate(words[:-1]) if word == name]
+        return words[at[-1] + 1] if at else None
+
 
 @dataclass(frozen=True)
 class Place:

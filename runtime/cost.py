@@ -215,11 +215,11 @@ class SlowFast:
     """Decode steps that read a selection, between dense ones (SFI, section 3.1).
 
     Attributes:
-        slow_share: share of dense steps. The default is the least there can be: one at each refresh budget.
+        slow_share: share of dense steps. The default is the least there can be: one after every 64 fast ones.
         sink, recent, selected: entries that a fast step reads, per KV head.
     """
 
-    slow_share: float = 1 / 64
+    slow_share: float = 1 / 65
     sink: int = 4
     recent: int = 256
     selected: int = 2048

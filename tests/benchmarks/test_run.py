@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fathom.benchmarks import cli, measure, report, variants
+from fathom.runtime import config
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 STOCK_FIRST, FATHOM_FIRST = 0.20, 0.10
@@ -113,15 +114,28 @@ def test_the_table_shows_each_server_and_each_pair(dense_run):
     assert "50%" in report.notes(busy)[1] and "Do not quote" in report.notes(busy)[1]
 
 
-def test_a_policy_is_a_further_server(tmp_path, monkeypatch):
+@pytest.fixture
+def speed_is_built(monkeypatch):
+    """A build that can run SPEED, whatever this one can."""
+    monkeypatch.setattr(config, "MECHANISMS", config.MECHANISMS | {"SPEED"})
+
+
+def test_a_policy_is_a_further_server(tmp_path, monkeypatch, speed_is_built):
     use_fakes(monkeypatch)
-    code, result = bench(tmp_path, "--policy", 'half={"depth_cutoff": 8}', "--variants", "fathom")
+    code, result = bench(tmp_path, "--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom")
     assert code == 0
     assert [variant["name"] for variant in result["variants"]] == ["fathom", "half"]
     kept = {
         turn["variant"]: turn["requests"][0]["fathom"]["kept_tokens"] for turn in result["cells"][0]["turns"]
     }
     assert kept == {"fathom": 64, "half": 32}
+    expected = result["cells"][0]["predictions"]
+    assert list(expected) == ["fathom/half"]
+    assert expected["fathom/half"]["kv_reported"] == 2
+    # 64 + 8 tokens at two layers; above the first only token 0, the last prompt token and the 8 generated.
+    assert expected["fathom/half"]["kv"] == pytest.approx(2 * 72 / (72 + 10))
+    last = report.table(result).splitlines()[-1]
+    assert last.startswith("| 64 | 2 | fathom/half | ") and last.endswith(" | 2.00 | 1.76 |")
 
 
 @pytest.mark.parametrize(
@@ -129,11 +143,13 @@ def test_a_policy_is_a_further_server(tmp_path, monkeypatch):
     [
         ("stock scheduler", [], "does not run Fathom's own"),
         ("no report", [], "without the fathom object"),
-        ("silent fallback", ["--policy", 'half={"depth_cutoff": 8}'], "was served dense"),
+        ("silent fallback", ["--policy", 'half={"depth_cutoff": 1}'], "was served dense"),
         ("idle worker", [], "its worker saw 0 of"),
     ],
 )
-def test_a_run_that_proves_nothing_writes_nothing(tmp_path, monkeypatch, capsys, lie, flags, message):
+def test_a_run_that_proves_nothing_writes_nothing(
+    tmp_path, monkeypatch, capsys, speed_is_built, lie, flags, message
+):
     use_fakes(monkeypatch, "--lie", lie)
     code, result = bench(tmp_path, "--variants", "fathom", "--warmups", "0", *flags)
     assert (code, result) == (1, None)
@@ -156,6 +172,8 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
         (["--output", "1"], "--output must be at least 2"),
         (["--prompts", "64k"], "more than the model's 65536 positions"),
         (["--server-flags", "vllm=--x"], "the servers of this run are"),
+        (["--policy", 'deep={"depth_cutoff": 17}'], "fathom.depth_cutoff must be an integer in [1, 16]"),
+        (["--policy", 'typo={"depth_cutof": 8}'], "fathom.depth_cutof is not a policy field"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags, message):

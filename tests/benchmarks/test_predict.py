@@ -1,0 +1,105 @@
+"""Predictions beside measurements: which pairs get them, what they are made of, and where there are none."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fathom.benchmarks import predict
+from fathom.benchmarks.client import Reply
+from fathom.benchmarks.measure import Cell, Settings, Turn
+from fathom.benchmarks.model import BENCH, config_json
+from fathom.benchmarks.usage import Usage
+from fathom.benchmarks.variants import FATHOM, SGLANG, VLLM, with_body, with_flags
+from fathom.runtime import config, cost
+from fathom.runtime.cost import FastKV, SlowFast, SpecPrefill, Speed, make_plan
+
+CELL, SETTINGS = Cell(prompt=8192, batch=4), Settings(output=32)
+MODEL = cost.ModelShape.from_config(config_json(BENCH))
+
+
+@pytest.fixture(autouse=True)
+def every_mechanism_is_built(monkeypatch):
+    known = {spec.mechanism for spec in config.SPECS.values() if spec.mechanism}
+    monkeypatch.setattr(config, "MECHANISMS", frozenset(known))
+
+
+def turn(name, held=50, dense=100, slow=1, fast=3):
+    fathom = {"kv_bytes": held, "kv_bytes_dense": dense, "slow_steps": slow, "fast_steps": fast}
+    reply = Reply(CELL.prompt, 32, ttft=1.0, latency=2.0, events=32, text="", fathom=fathom)
+    return Turn(name, 0, [reply], Usage(*[0] * len(Usage.__dataclass_fields__)))
+
+
+def expected(policy, settings=SETTINGS, flags=()):
+    variant = with_flags(with_body("x", policy), list(flags))
+    turns = [turn("fathom", held=100, slow=9), turn("x"), turn("x")]
+    found = predict.predictions([SGLANG, FATHOM, variant], BENCH, CELL, settings, turns)
+    assert list(found) == ["fathom/x"]
+    return found["fathom/x"]
+
+
+def of_plan(**mechanisms):
+    return cost.predict(MODEL, make_plan(16, CELL.prompt, **mechanisms), 32, CELL.batch)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mechanisms"),
+    [
+        ({"depth_cutoff": 12}, {"speed": Speed(12)}),
+        ({"tsp_rate": 0.2, "kv_retention_rate": 0.1}, {"fastkv": FastKV(8, 0.2, 0.1)}),
+        # The answers counted one slow step for three fast ones.
+        ({"decode": "slow_fast"}, {"slow_fast": SlowFast(slow_share=0.25)}),
+        ({"depth_cutoff": 8, "decode": "slow_fast"}, {"speed": Speed(8), "slow_fast": SlowFast(0.25)}),
+    ],
+)
+def test_predictions_are_the_cost_models(policy, mechanisms):
+    want = of_plan(**mechanisms)
+    assert expected(policy) == {
+        "ttft": want.ttft,
+        "tpot": want.tpot,
+        "tpot_kv": want.tpot_kv,
+        "kv": want.kv,
+        "kv_reported": 2,
+    }
+    assert want.tpot < want.tpot_kv
+
+
+def test_the_draft_is_counted_where_its_shape_is_known(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(replace(BENCH, layers=2))))
+    policy = {"prefill_keep_rate": 0.2}
+    without = expected(policy)
+    assert without["ttft"] is None and without["kv"] > 4
+    draft = replace(MODEL, layers=2)
+    found = expected(policy, flags=["--draft-model-path", str(tmp_path)])
+    assert found["ttft"] == of_plan(specprefill=SpecPrefill(0.2, draft)).ttft
+    assert expected(policy, flags=[f"--draft-model-path={tmp_path}"]) == found
+
+
+def test_what_the_model_cannot_know_is_left_open():
+    assert expected({"depth_cutoff": 12}, replace(SETTINGS, shared_prefix=0.5))["ttft"] is None
+    drafting = expected({"speculative": True, "depth_cutoff": 12})
+    assert drafting["tpot"] is drafting["tpot_kv"] is None and drafting["ttft"] > 1
+    automatic = expected({"prefill_keep_rate": "auto"})
+    assert automatic.pop("kv_reported") == 2
+    assert set(automatic.values()) == {None}
+
+
+def test_only_policies_against_a_dense_fathom_before_them():
+    half = with_body("half", {"depth_cutoff": 8})
+    also_dense = with_body("exact", {"preset": "exact"})
+
+    def pairs(*variants):
+        return list(predict.predictions(list(variants), BENCH, CELL, SETTINGS, [turn("half")]))
+
+    assert pairs(SGLANG, VLLM, FATHOM) == []
+    assert pairs(SGLANG, half) == []
+    assert pairs(half, FATHOM) == []
+    assert pairs(FATHOM, also_dense, half) == ["fathom/half", "exact/half"]
+
+
+def test_a_policy_that_no_server_would_take_is_refused(monkeypatch):
+    with pytest.raises(config.PolicyError, match=r"in \[1, 16\]"):
+        predict.check([FATHOM, with_body("deep", {"depth_cutoff": 17})], BENCH)
+    monkeypatch.setattr(config, "MECHANISMS", frozenset())
+    with pytest.raises(config.PolicyError, match="not available in this build"):
+        predict.check([with_body("half", {"depth_cutoff": 8})], BENCH)
