@@ -77,7 +77,7 @@ def _pack_kernel(
     at = tl.program_id(0).to(tl.int64) * width + place - sink
     entry = tl.load(indices + at, mask=chosen, other=-1)
     entry = tl.where(place < sink, place, entry)
-    there = (entry >= 0) & (row >= 0)
+    there = tl.where(row >= 0, entry, -1) >= 0
     source = tl.load(table + row * stride_table + entry, mask=there, other=0).to(tl.int64)
     target = tl.load(start + e).to(tl.int64) + place
     d = tl.arange(0, DIM_P)

@@ -83,7 +83,7 @@ def two_segment_attention_reference(
         key = torch.cat((compact[0][own], pool[0][slots])).float()
         value = torch.cat((compact[1][own], pool[1][slots])).float().repeat_interleave(group, 1)
         scores = torch.einsum("whd,nhd->hwn", query[b].float(), key.repeat_interleave(group, 1)) * scale
-        index = torch.cat((torch.full((length,), -1), torch.arange(begin, end)))
+        index = torch.cat((torch.full((length,), -window), torch.arange(begin, end)))  # segment 1 is all past
         hidden = index > end - window + torch.arange(window).unsqueeze(-1)
         scores = scores.masked_fill(hidden, float("-inf"))
         lse.append(scores.logsumexp(-1).T)
@@ -251,6 +251,13 @@ def _splits(batch: int, kv_heads: int, device: torch.device) -> int:
     return min(triton.next_power_of_2(max(wanted, 1)), 64)
 
 
+def _tile(rows: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """Keys per block, warps and stages with which nothing spills for head dimensions up to 128."""
+    many = rows > 16
+    block = (32 if many else 64) if itemsize == 2 else 16
+    return block, {"num_warps": 8 if many else 4, "num_stages": 2}
+
+
 def two_segment_attention_triton(
     query: torch.Tensor,
     pool: tuple[torch.Tensor, torch.Tensor],
@@ -267,6 +274,7 @@ def two_segment_attention_triton(
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
     block_v = triton.next_power_of_2(value_dim)
+    block, options = _tile(rows, pool[0].itemsize)
     partial = query.new_empty((batch, kv_heads, splits, rows, block_v), dtype=torch.float32)
     partial_lse = query.new_empty((batch, kv_heads, splits, rows), dtype=torch.float32)
     output = query.new_empty((batch, window, heads, value_dim), dtype=torch.float32)
@@ -278,8 +286,8 @@ def two_segment_attention_triton(
         *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
         *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), *strides,
         GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=block_v, BLOCK=32 if rows > 64 else 64,
-        SPLITS=splits, EVIDENCE=evidence is not None,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=block_v, BLOCK=block,
+        SPLITS=splits, EVIDENCE=evidence is not None, **options,
     )  # fmt: skip
     _merge_kernel[(batch, kv_heads)](
         partial, partial_lse, output, lse,
@@ -288,32 +296,35 @@ def two_segment_attention_triton(
     return output, lse
 
 
-def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
-    """Kernel, signature and constants of typical launches, for compilation without a device."""
+def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """Label, kernel, signature, constants and options of typical launches, for compilation without a device."""
     shapes = [  # dtype, group, window, rows, head_dim, evidence
         ("bf16", 4, 1, 16, 128, True),
         ("bf16", 4, 1, 16, 128, False),
         ("bf16", 4, 16, 64, 128, True),
-        ("fp32", 2, 1, 16, 64, True),
+        ("fp32", 4, 1, 16, 128, True),
+        ("fp32", 2, 16, 32, 64, True),
         ("fp16", 3, 1, 16, 80, False),
     ]
     floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms", "output", "lse"], "*fp32")
-    results: list[tuple[Any, dict[str, str], dict[str, Any]]] = []
+    results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for dtype, group, window, rows, dim, evidence in shapes:
-        block = triton.next_power_of_2(dim)
-        shared = {
+        padded = triton.next_power_of_2(dim)
+        block, options = _tile(rows, 4 if dtype == "fp32" else 2)
+        merge = {
             "GROUP": group,
             "WINDOW": window,
             "ROWS": rows,
             "VALUE_DIM": dim,
-            "BLOCK_V": block,
+            "BLOCK_V": padded,
             "SPLITS": 16,
         }
-        constants = shared | {"HEAD_DIM": dim, "BLOCK_D": block, "BLOCK": 64, "EVIDENCE": evidence}
+        fold = merge | {"HEAD_DIM": dim, "BLOCK_D": padded, "BLOCK": block, "EVIDENCE": evidence}
         tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
         types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
-        for kernel, given in ((_segments_kernel, constants), (_merge_kernel, shared)):
+        label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
+        for kernel, constants, chosen in ((_segments_kernel, fold, options), (_merge_kernel, merge, {})):
             names = kernel.arg_names
-            signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
-            results.append((kernel, signature, given))
+            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+            results.append((f"{kernel.__name__.strip('_')} {label}", kernel, signature, constants, chosen))
     return results

@@ -90,8 +90,8 @@ def two_segment_attention_cpu(
         kept = (logits.numpy(), evidence.key_norms.numpy())
     _compiled(rows, head_dim, value_dim, pool[0].dtype)(
         query.float().numpy(),
-        (as_array(pool[0]), as_array(pool[1])),
-        (as_array(compact[0]), as_array(compact[1])),
+        (*_flat(pool[0]), *_flat(pool[1])),
+        (*_flat(compact[0]), *_flat(compact[1])),
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -100,6 +100,21 @@ def two_segment_attention_cpu(
         np.float32(scale),
     )
     return output, lse
+
+
+def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    """The memory of a [slots, heads, dim] tensor as a flat array, and the distances of slots and heads in it.
+
+    One array type for every layout, in which the last dimension is known to be contiguous.
+    """
+    slots, heads, dim = tensor.shape
+    slot, head, last = tensor.stride()
+    if last != 1:
+        raise ValueError(
+            f"the last dimension of keys and values must be contiguous, got strides {tensor.stride()}"
+        )
+    size = max((slots - 1) * slot + (heads - 1) * head + dim, 0)
+    return as_array(tensor.as_strided((size,), (1,))), slot, head
 
 
 @functools.cache
@@ -114,9 +129,10 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     block = KEYS_PER_BLOCK
 
     @njit(fastmath=FASTMATH, cache=True)
-    def attend(q, keys, values, slots, paged, head, start, stop, limits, kept, state):
+    def attend(q, source, slots, paged, head, start, stop, limits, kept, state):
         """Fold the keys ``start .. stop - 1`` into the running softmax ``state``."""
         acc, top, total = state
+        keys, key_slot, key_head, values, value_slot, value_head = source
         keep, logits, norms = kept
         scores = np.empty((rows, block), np.float32)
         wide = np.empty(max(head_dim, value_dim), np.float32)
@@ -125,8 +141,9 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
             n = min(block, stop - begin)
             for t in range(n):
                 slot[t] = slots[begin + t] if paged else begin + t
+                at = slot[t] * key_slot + head * key_head
                 for d in range(head_dim):
-                    wide[d] = to_float32(keys[slot[t], head, d])
+                    wide[d] = to_float32(keys[at + d])
                 for r in range(rows):
                     dot = np.float32(0)
                     for d in range(head_dim):
@@ -162,8 +179,9 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     scores[r, t] = weight
                     total[r] += weight
             for t in range(n):
+                at = slot[t] * value_slot + head * value_head
                 for d in range(value_dim):
-                    wide[d] = to_float32(values[slot[t], head, d])
+                    wide[d] = to_float32(values[at + d])
                 for r in range(rows):
                     weight = scores[r, t]
                     for d in range(value_dim):
@@ -188,9 +206,8 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
             top = np.full(rows, -np.inf, np.float32)
             total = np.zeros(rows, np.float32)
             paged, kept = row[i] >= 0, max(e, 0)
-            keys, values = pool if paged else compact
             attend(
-                q, keys, values, table[max(row[i], 0)], paged, h, start[i], stop[i], limits,
+                q, pool if paged else compact, table[max(row[i], 0)], paged, h, start[i], stop[i], limits,
                 (paged and e >= 0, logits[kept, h], norms[kept, h]), (acc, top, total),
             )  # fmt: skip
             partial[i], partial_max[i], partial_sum[i] = acc, top, total

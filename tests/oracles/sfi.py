@@ -57,8 +57,9 @@ def fused_score(logits: torch.Tensor, norms: torch.Tensor, s: Settings) -> tuple
     prior = (norms + s.eps) ** -s.gamma
     prior = prior * torch.exp(-s.beta * u**s.p) * (1 - u + s.eps) ** s.eta
     r = prior / prior.sum()
-    top = float(f @ f - f @ r)
-    bottom = float(f @ f - 2 * (f @ r) + r @ r)
+    f2, r2 = f.double(), r.double()  # the differences below cancel where f and r are close
+    top = float(f2 @ f2 - f2 @ r2)
+    bottom = float(f2 @ f2 - 2 * (f2 @ r2) + r2 @ r2)
     lam = min(max(top / bottom, 0.0), s.lambda_clip) if bottom > 0 else 0.0
     return (1 - lam) * f + lam * r, lam
 

@@ -1,0 +1,105 @@
+"""Run with TRITON_INTERPRET=1: SFI's Triton kernels against the plain paths.
+
+No bfloat16: the interpreter's ``dot`` multiplies its bit patterns. float16 takes the same path through the kernels.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from triton.knobs import runtime
+
+from fathom.kernels import pack_segment, selector_scores, two_segment_attention
+
+PARAMETERS = SimpleNamespace(
+    power=0.5,
+    norm_decay=0.5,
+    position_decay=0.568,
+    position_curve=1.8,
+    tail_brake=0.4,
+    prior_clip=0.3,
+    nms_strength=0.5,
+    nms_radius=5,
+    cross_head=0.35,
+    temperature=2.0,
+    epsilon=1e-8,
+)
+OTHERS = SimpleNamespace(
+    **{**vars(PARAMETERS), "power": 0.8, "norm_decay": 0, "tail_brake": 0, "nms_radius": 0, "cross_head": 1.0}
+)
+
+
+def compare_scores(kv_heads: int, rows: int, n: int, begin: list[int], end: list[int], c) -> int:
+    logits = torch.randn(len(begin), kv_heads, rows, n) * 4
+    norms = torch.rand(len(begin), kv_heads, n) + 0.5
+    first, last = torch.tensor(begin), torch.tensor(end)
+    index = torch.arange(n)
+    outside = (index < first[:, None]) | (index >= last[:, None])
+    logits.masked_fill_(outside[:, None, None], float("nan"))  # never written
+    norms.masked_fill_(outside[:, None], float("nan"))
+    want = selector_scores.selector_scores_torch(logits, norms, first, last, c)
+    got = selector_scores.selector_scores_triton(logits, norms, first, last, c)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+    assert torch.isfinite(got).sum() == kv_heads * sum(e - b for b, e in zip(begin, end, strict=True))
+    return 1
+
+
+def compare_attention(
+    window: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> int:
+    slots, width = 700, 300
+    pool = torch.randn(slots, kv_heads, dim).to(dtype), torch.randn(slots, kv_heads, value_dim).to(dtype)
+    compact = torch.randn(200, kv_heads, dim).to(dtype), torch.randn(200, kv_heads, value_dim).to(dtype)
+    table = torch.stack([torch.randperm(slots)[:width] for _ in range(4)]).int()
+    query = torch.randn(4, window, heads, dim).to(dtype)
+    columns = [
+        [3, 1, 0, 2],
+        [0, 200, 5, 0],
+        [300, 290, 70, window],
+        [0, 7, 100, 0],
+        [0, 150, 64, 0],
+        [1, -1, -1, 0],
+    ]
+    plan = two_segment_attention.plan_segments(*map(torch.tensor, columns), kv_heads)
+    results = []
+    for function in (
+        two_segment_attention.two_segment_attention_reference,
+        two_segment_attention.two_segment_attention_triton,
+    ):
+        kept = two_segment_attention.Evidence(
+            torch.full((2, heads, window, width), 7.0), torch.full((2, kv_heads, width), 7.0)
+        )
+        results.append((*function(query, pool, compact, table, plan, 0.3, kept), kept.logits, kept.key_norms))
+        alone = function(query, pool, compact, table, plan, 0.3)
+        torch.testing.assert_close(alone, results[-1][:2])
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-3  # weights are rounded to the values' dtype
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    return 1
+
+
+def compare_packing(dim: int, value_dim: int, sink: int) -> int:
+    pool = torch.randn(60, 3, dim), torch.randn(60, 3, value_dim)
+    table = torch.stack([torch.randperm(60)[:40] for _ in range(3)]).int()
+    indices = torch.stack(
+        [torch.stack([torch.randperm(36)[:21].sort().values + 4 for _ in range(3)]) for _ in range(3)]
+    )
+    indices[1, :, 9:] = -1
+    indices = indices.int()
+    rows, start = torch.tensor([2, 0, -1]), torch.tensor([30, 0, 0])
+    got, want = ([torch.zeros(60, 3, d) for d in (dim, value_dim)] for _ in range(2))
+    pack_segment.pack_segment_torch(pool, tuple(want), table, rows, start, indices, sink)
+    pack_segment.pack_segment_triton(pool, tuple(got), table, rows, start, indices, sink)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    return 1
+
+
+if __name__ == "__main__":
+    assert runtime.interpret, "set TRITON_INTERPRET=1"
+    torch.manual_seed(0)
+    done = compare_scores(2, 3, 600, [4, 4, 0, 9], [600, 90, 0, 10], PARAMETERS)
+    done += compare_scores(3, 1, 200, [0], [200], PARAMETERS)
+    done += compare_scores(1, 20, 150, [5], [149], OTHERS)
+    done += compare_attention(1, 4, 2, 16, 16, torch.float32)
+    done += compare_attention(3, 6, 2, 24, 40, torch.float16)
+    done += compare_packing(16, 16, 4) + compare_packing(20, 8, 0)
+    print(done, "comparisons")

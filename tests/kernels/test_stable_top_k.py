@@ -1,0 +1,28 @@
+"""Top-K per row against the plain reference, with ties, infinities and budgets beyond what is there."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.kernels.stable_top_k import stable_top_k, stable_top_k_reference
+
+
+@given(data=st.data(), n=st.integers(0, 40), rows=st.integers(1, 4), width=st.integers(0, 45))
+@settings(max_examples=150, deadline=None)
+def test_equals_reference(data, n, rows, width):
+    # Few distinct values: ties are the rule.
+    value = st.sampled_from([-float("inf"), -1.0, 0.0, -0.0, 0.5, 2.0])
+    scores = torch.tensor(data.draw(st.lists(value, min_size=2 * rows * n, max_size=2 * rows * n)))
+    scores = scores.view(rows, 2, n)
+    flags = data.draw(st.lists(st.booleans(), min_size=rows * n, max_size=rows * n))
+    valid = torch.tensor(flags, dtype=torch.bool).view(rows, 1, n)
+    budget = torch.tensor(data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))).unsqueeze(
+        -1
+    )
+    indices, counts = stable_top_k(scores, valid, budget, width)
+    assert indices.shape == (rows, 2, width) and counts.shape == (rows, 2)
+    want = stable_top_k_reference(scores, valid.expand(scores.shape), budget.expand(rows, 2))
+    got = [row[:count].tolist() for row, count in zip(indices.flatten(0, 1), counts.flatten(), strict=True)]
+    assert got == want
+    padding = torch.arange(width) >= counts.unsqueeze(-1)
+    assert (indices[padding] == -1).all()

@@ -1,0 +1,157 @@
+"""Two-segment attention, its evidence, and packing: CPU kernels against references; Triton in its interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.kernels.decode_attention import KEYS_PER_TASK
+from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
+from fathom.kernels.pack_segment import pack_segment
+from fathom.kernels.two_segment_attention import (
+    Evidence,
+    plan_segments,
+    two_segment_attention,
+    two_segment_attention_reference,
+)
+
+# row, begin, end, compact start, compact length, evidence row
+DENSE, FAST, EDGE = (1, 0, 2300, 0, 0, 1), (3, 1900, 2156, 300, 1100, -1), (0, 4, 5, 0, 4, -1)
+EMPTY, LAST = (2, 0, 0, 0, 0, -1), (2, 0, 70, 0, 0, 0)
+
+
+def problem(window, heads, kv_heads, dim, value_dim, dtype, seed=0):
+    """Scattered slots; the pool's other slots and the compact buffer's unused places are poisoned with NaN."""
+    torch.manual_seed(seed)
+    width, slots = 2300, 9300
+    table = torch.randperm(slots)[: 4 * width].view(4, width).int()
+
+    def filled(count, size, used):
+        tensor = torch.full((count, kv_heads, size), float("nan"), dtype=dtype)
+        tensor[used] = torch.randn(len(used), kv_heads, size).to(dtype)
+        return tensor
+
+    used = table.flatten().long()
+    pool = filled(slots, dim, used), filled(slots, value_dim, used)
+    taken = torch.cat((torch.arange(0, 4), torch.arange(300, 1400)))
+    compact = filled(1500, dim, taken), filled(1500, value_dim, taken)
+    return torch.randn(5, window, heads, dim).to(dtype), pool, compact, table
+
+
+def plan_of(requests, kv_heads):
+    return plan_segments(*map(torch.tensor, zip(*requests, strict=True)), kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("window", "heads", "kv_heads", "dim", "value_dim", "dtype"),
+    [
+        (1, 4, 2, 32, 32, torch.float32),
+        (16, 4, 2, 32, 32, torch.float32),
+        (2, 3, 1, 80, 48, torch.bfloat16),
+    ],
+)
+def test_two_segments_equal_reference(window, heads, kv_heads, dim, value_dim, dtype):
+    query, pool, compact, table = problem(window, heads, kv_heads, dim, value_dim, dtype)
+    plan = plan_of([DENSE, FAST, EDGE, EMPTY, LAST], kv_heads)
+    kept, want_kept = (
+        Evidence(torch.full((2, heads, window, 2300), 7.0), torch.full((2, kv_heads, 2300), 7.0))
+        for _ in range(2)
+    )
+    got = two_segment_attention(query, pool, compact, table, plan, dim**-0.5, kept)
+    want = two_segment_attention_reference(query, pool, compact, table, plan, dim**-0.5, want_kept)
+    for a, b in zip((*got, *vars(kept).values()), (*want, *vars(want_kept).values()), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    assert (kept.logits[0, ..., 70:] == 7).all()  # nothing is written beyond a request's range
+    assert torch.isneginf(kept.logits[1]).sum() == heads * window * (window - 1) // 2
+    assert (got[0][3] == 0).all() and torch.isneginf(got[1][3]).all()  # a row that sees nothing
+    for a, b in zip(got, two_segment_attention(query, pool, compact, table, plan, dim**-0.5), strict=True):
+        assert torch.equal(a, b)  # keeping evidence does not change the output
+
+
+def test_a_strided_pool_is_read_in_place():
+    query, pool, compact, table = problem(1, 4, 2, 32, 32, torch.float32)
+    wide = torch.stack(pool, 1)  # [slots, 2, kv_heads, dim]
+    plan = plan_of([DENSE, FAST, EDGE, EMPTY, LAST], 2)
+    got, _ = two_segment_attention(query, (wide[:, 0], wide[:, 1]), compact, table, plan, 0.2)
+    want, _ = two_segment_attention(query, pool, compact, table, plan, 0.2)
+    assert torch.equal(got, want)
+
+
+def test_decode_logits_equal_reference():
+    query, pool, _, table = problem(16, 4, 2, 32, 32, torch.float32)
+    plan = plan_dense(torch.tensor([2, 0]), torch.tensor([16, 1500]), 2)
+    kept, want_kept = new_evidence(2, 4, 2, 16, 1500), new_evidence(2, 4, 2, 16, 1500)
+    got = decode_logits(query[:2], pool, table, plan, 0.2, kept)
+    want = decode_logits_reference(query[:2], pool, table, plan, 0.2, want_kept)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    for i, length in enumerate((16, 1500)):
+        torch.testing.assert_close(kept.logits[i, ..., :length], want_kept.logits[i, ..., :length])
+        torch.testing.assert_close(kept.key_norms[i, :, :length], want_kept.key_norms[i, :, :length])
+
+
+def test_unknown_dtype_is_refused():
+    query, pool, compact, table = problem(1, 4, 2, 32, 32, torch.float64)
+    plan = plan_of([DENSE] * 5, 2)
+    with pytest.raises(TypeError, match="float64"):
+        two_segment_attention(query, pool, compact, table, plan, 0.2)
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000)), min_size=1, max_size=5
+    ),
+    kv_heads=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_tasks_cover_both_segments_once(requests, kv_heads):
+    described = [(i, begin, begin + count, 7, held, -1) for i, (begin, count, held) in enumerate(requests)]
+    tasks = plan_of(described, kv_heads).tasks
+    seen = {}
+    for row, request, head, start, stop in zip(*tasks[:5], strict=True):
+        assert stop - start <= KEYS_PER_TASK
+        seen.setdefault((request, head), []).extend((row, i) for i in range(start, stop))
+    for request, (begin, count, held) in enumerate(requests):
+        want = [(-1, 7 + i) for i in range(held)] + [(request, begin + i) for i in range(count)]
+        for head in range(kv_heads):
+            assert seen[request, head] == want
+    pairs = [(tasks.request[i], tasks.head[i]) for i in tasks.first[:-1]]
+    assert pairs == [(r, h) for r in range(len(requests)) for h in range(kv_heads)]
+
+
+def test_packing_gathers_sink_and_selection_per_head():
+    keys, values = torch.randn(50, 2, 8), torch.randn(50, 2, 4)
+    table = torch.stack([torch.randperm(50)[:30] for _ in range(3)]).int()
+    chosen = torch.tensor(
+        [[[4, 9, 11], [5, 6, 29]], [[8, -1, -1], [7, -1, -1]], [[1, 2, 3], [1, 2, 3]]]
+    ).int()
+    compact = torch.zeros(20, 2, 8), torch.zeros(20, 2, 4)
+    pack_segment(
+        (keys, values), compact, table, torch.tensor([2, 0, -1]), torch.tensor([10, 0, 3]), chosen, 2
+    )
+    for buffer, origin in zip(compact, (keys, values), strict=True):
+        want = torch.zeros_like(buffer)
+        for start, row, heads in (
+            (10, 2, [[0, 1, 4, 9, 11], [0, 1, 5, 6, 29]]),
+            (0, 0, [[0, 1, 8], [0, 1, 7]]),
+        ):
+            for h, entries in enumerate(heads):
+                for t, entry in enumerate(entries):
+                    want[start + t, h] = origin[table[row, entry], h]
+        assert torch.equal(buffer, want)
+
+
+def test_triton_kernels_in_the_interpreter():
+    """In a process of its own: the interpreter is chosen before the kernels are decorated."""
+    script = Path(__file__).with_name("interpret_sfi.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert "7 comparisons" in run.stdout
