@@ -42,7 +42,12 @@ def problem(lengths, heads, kv_heads, dim, dtype, page):
         begin += pages
     if page == 1:
         keys, values = keys.squeeze(1), values.squeeze(1)
-    return keys, values, table, rows
+    return keys, values[..., : value_dim(dim)], table, rows
+
+
+def value_dim(dim):
+    """Values are narrower than keys in the cases with an odd width."""
+    return 12 if dim == 20 else dim
 
 
 def heads_first(*shape, dtype):
@@ -77,9 +82,27 @@ def compare_decode(lengths, heads, kv_heads, dim, dtype, page, splits):
     check(got, want, dtype)
     assert got[0].dtype == FP32
     assert got[1].isneginf().any(1).tolist() == [length == 0 for length in lengths]
-    into = torch.full((len(lengths), heads + 1, dim), 7.0, dtype=dtype)
+    into = torch.full((len(lengths), heads + 1, value_dim(dim)), 7.0, dtype=dtype)
     check(paged_decode(*arguments, splits, into[:, :heads]), want, dtype)
     assert (into[:, heads] == 7).all()
+
+
+def compare_tables_per_head():
+    """Each KV head has entries of its own: (request, head) is a row, slot * kv_heads + head an entry."""
+    heads, kv_heads, dim, lengths = 6, 3, 16, [40, 0, 9, 70, 1, 33]
+    keys, values = torch.randn(80, kv_heads, dim), torch.randn(80, kv_heads, dim)
+    table = torch.stack([torch.randperm(80)[:70] for _ in lengths])
+    query = torch.randn(len(lengths) // kv_heads, heads, dim)
+    folded = table * kv_heads + (torch.arange(len(lengths)) % kv_heads).unsqueeze(1)
+    rows = torch.arange(len(lengths))
+    buffers = (buffer.view(-1, 1, dim) for buffer in (keys, values))
+    by_head = query.view(len(lengths), heads // kv_heads, dim)
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    output, _ = paged_decode(by_head, *buffers, folded.int(), rows, counts, SCALE, 2)
+    for row, length in enumerate(lengths):
+        at, kv_head = table[row, :length], row % kv_heads
+        weights = (by_head[row] @ keys[at, kv_head].T * SCALE).softmax(-1)
+        torch.testing.assert_close(output[row], weights @ values[at, kv_head], atol=2e-5, rtol=2e-5)
 
 
 EXTEND = [
@@ -96,13 +119,13 @@ def compare_extend(prefixes, new, heads, kv_heads, dim, dtype, page, splits):
     keys, values, table, rows = problem(prefixes, heads, kv_heads, dim, dtype, page)
     tokens = sum(new)
     query = heads_first(tokens, heads, dim, dtype=dtype)
-    own = [heads_first(tokens, kv_heads, dim, dtype=dtype) for _ in "kv"]
+    own = [heads_first(tokens, kv_heads, width, dtype=dtype) for width in (dim, value_dim(dim))]
     bounds = torch.tensor([0, *new]).cumsum(0).int()
     prefix = torch.tensor(prefixes, dtype=torch.int32)
     arguments = query, *own, keys, values, table, rows, prefix, bounds
     want = paged_extend_reference(*arguments, SCALE)
     check(paged_extend(*arguments, max(new), SCALE, splits), want, dtype)
-    into = torch.empty(tokens, heads, dim, dtype=dtype)
+    into = torch.empty(tokens, heads, value_dim(dim), dtype=dtype)
     got, _ = paged_extend(*arguments, max(new) + 9, SCALE, splits, into)
     check((into,), want[:1], dtype)
     assert got is into
@@ -113,6 +136,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for case in DECODE:
         compare_decode(*case)
+    compare_tables_per_head()
     for case in EXTEND:
         compare_extend(*case)
     sys.stdout.write(f"{len(DECODE)} decode and {len(EXTEND)} extend cases\n")
