@@ -406,7 +406,7 @@ class Prediction:
         ttft: FLOPs until the first token, the draft's included.
         tpot: bytes read by all decode steps, weights and KV.
         tpot_kv: the same, KV alone: the limit for long contexts and large batches.
-        kv: KV bytes held after the last token.
+        kv: KV bytes held after the last token, the packed copy of fast steps left out.
     """
 
     ttft: float
