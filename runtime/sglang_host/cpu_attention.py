@@ -13,7 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 
 from fathom.kernels.decode_attention import DecodePlan, decode_attention, plan_decode, warm_up
 from fathom.kernels.extend_attention import extend_attention
-from fathom.runtime.sglang_host import cpu_ops
+from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -68,6 +68,8 @@ class CpuAttentionBackend(AttentionBackend):
             model_runner.kv_cache_dtype,
         )
         cpu_ops.warm_up(config.dtype)
+        if not model_runner.server_args.enable_lora:
+            cpu_linear.pack(model_runner.model)
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens

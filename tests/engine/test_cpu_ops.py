@@ -1,12 +1,14 @@
-"""The element-wise layers as SGLang's models really call them reach our kernels, not the native fallback."""
+"""The layers as SGLang's models really call them reach our kernels, not the native fallback."""
 
 import types
 
 import numba
 import pytest
 import torch
+from sglang.srt.layers.linear import ReplicatedLinear
 
 from fathom.kernels.rms_norm import rms_norm_reference
+from fathom.runtime.sglang_host import cpu_linear
 from fathom.runtime.sglang_host.cpu_ops import forward_rms_norm
 
 
@@ -51,3 +53,30 @@ def test_parallel_kernels_do_not_start_a_second_openmp_pool():
     x, weight = torch.randn(1024, 256), torch.ones(256)
     forward_rms_norm(layer(weight), x)
     assert numba.threading_layer() == "workqueue"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_give_what_plain_ones_gave(bias):
+    torch.manual_seed(1)
+    module = linear(48, 80, torch.bfloat16, bias)
+    x = torch.randn(37, 96).to(torch.bfloat16)[:, ::2]
+    inputs = [x.contiguous(), x[:1].contiguous(), x[:0].contiguous()]
+    want = [module(each)[0] for each in inputs]
+    assert cpu_linear.pack(module) == 1
+    assert module.weight.numel() == 0, "the plain weight takes no memory any more"
+    for each, expected in zip(inputs, want, strict=True):
+        torch.testing.assert_close(module(each)[0], expected, rtol=2e-2, atol=2e-2)
+    assert cpu_linear.pack(module) == 0
+
+
+def test_float32_weights_stay_as_they_are():
+    module = linear(16, 16, torch.float32, bias=False)
+    assert cpu_linear.pack(module) == 0
+    assert module.weight.shape == (16, 16)
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> ReplicatedLinear:
+    module = ReplicatedLinear(inputs, outputs, bias=bias, params_dtype=dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module

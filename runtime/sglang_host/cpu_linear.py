@@ -1,0 +1,45 @@
+"""Linear layers with weights packed once for oneDNN, for machines without a GPU.
+
+``torch.nn.functional.linear`` lays a bfloat16 weight out anew in every call. oneDNN's own layout, made once
+after loading, spares that. It takes the place of the plain weight, so memory stays the same, and weights cannot be
+updated or read back while the server runs.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+TYPICAL_ROWS = 1024  # the layout that oneDNN chooses for this many rows serves any number
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """``apply`` of one layer on its packed weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., in] to [..., out] in the dtype of the weight."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+
+def pack(model: torch.nn.Module) -> int:
+    """Pack every unquantised bfloat16 linear layer of a loaded model; the number of layers packed."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return 0
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(module, LinearBase)
+        and type(module.quant_method) is UnquantizedLinearMethod
+        and module.weight.dtype == torch.bfloat16
+    ]
+    for layer in layers:
+        layer.quant_method = PackedLinearMethod(layer.weight)
+        layer.weight.data = layer.weight.data.new_empty(0)
+    return len(layers)
