@@ -210,6 +210,16 @@ def generate(
     result.tokens.append(int(logits.argmax()))
     result.logits.append(logits)
 
+    def sink_and_selected() -> list[torch.Tensor]:
+        """Per layer [kv_heads, 1, capacity] bool."""
+        masks = [torch.zeros(cached.kv_heads, 1, cached.keys.shape[2], dtype=torch.bool) for _ in observed]
+        for mask, heads in zip(masks, selection or [], strict=True):
+            mask[..., : s.sink] = True
+            for h, chosen in enumerate(heads):
+                mask[h, 0, chosen] = True
+        return masks
+
+    kept = sink_and_selected() if selection else []
     fast_run, boundary = 0, result.tokens[0] in triggers
     while len(result.tokens) < new_tokens:
         slow = selection is None or fast_run >= s.t_max or (boundary and fast_run >= s.gap)
@@ -218,15 +228,11 @@ def generate(
             logits, observed = cached.forward(result.tokens[-1:], lambda _: everything)
             if length >= s.sink:
                 selection = choose(observed, 1)
+                kept = sink_and_selected()
                 fast_run, boundary = 0, False
         else:
-            masks = [torch.zeros(cached.kv_heads, 1, length, dtype=torch.bool) for _ in selection]
-            for mask, heads in zip(masks, selection, strict=True):
-                mask[..., : s.sink] = True
-                mask[..., max(length - s.recent, 0) :] = True
-                for h, chosen in enumerate(heads):
-                    mask[h, 0, chosen] = True
-            logits, _ = cached.forward(result.tokens[-1:], masks.__getitem__)
+            recent = torch.arange(length) >= length - s.recent
+            logits, _ = cached.forward(result.tokens[-1:], lambda i: kept[i][..., :length] | recent)  # noqa: B023
             fast_run += 1
         result.slow.append(slow)
         result.selected.append(selection if slow else None)

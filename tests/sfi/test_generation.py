@@ -219,3 +219,34 @@ def test_loop_equals_algorithm_1(model, lengths, seeded, gap):
         assert 3 < sum(want.slow) < new // 2
         assert len(set(want.tokens)) > 10
     assert len(lengths) == 1 or mixed > 10
+
+
+@torch.inference_mode()
+def test_a_request_without_a_compact_buffer_decodes_dense(model):
+    loop = Loop(model, CONFIG, 2, 130, runs=1)
+    for prompt in prompts([60, 90]):
+        loop.prefill(prompt, True)
+    assert loop.runs.refused == 1
+    for _ in range(29):
+        loop.decode(torch.arange(2), capacity=2)
+    first, second = prompts([60, 90])
+    agree(loop.traces[0], oracle.generate(model, first, 30, TRIGGERS, settings(CONFIG, True)))
+    dense = oracle.generate(model, second, 30, range(VOCABULARY), settings(CONFIG, False))
+    assert loop.traces[1].tokens == dense.tokens
+    assert not any(loop.traces[1].selected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("triggers", "s"),
+    [(range(VOCABULARY), oracle.Settings(recent=16, k=9)), ([], oracle.Settings(recent=200))],
+    ids=["always slow", "all tokens recent"],
+)
+def test_the_oracle_is_the_model_when_it_reads_everything(model, triggers, s):
+    (prompt,) = prompts([70])
+    got = oracle.generate(model, prompt, 12, triggers, s)
+    assert set(got.slow) == {bool(triggers)}
+    tokens = torch.tensor([prompt + got.tokens])
+    want = model(tokens).logits[0, len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.stack(got.logits), want, atol=1e-4, rtol=1e-4)
+    assert want.argmax(-1).tolist() == got.tokens
