@@ -57,10 +57,11 @@ def compact_kv(
     if keys.is_cuda:
         _launch(keys, values, source, destination)
         return
-    source, destination = source.long().T, destination.long()
-    heads = torch.arange(kv_heads)
-    keys[destination] = keys[source, heads]
-    values[destination] = values[source, heads]
+    destination = destination.long()
+    for buffer in (keys, values):
+        for head, slots in enumerate(source):
+            own = buffer[:, head]
+            own.index_copy_(0, destination, own.index_select(0, slots))
 
 
 def _require_disjoint(source: torch.Tensor, destination: torch.Tensor, slots: int) -> None:

@@ -97,6 +97,8 @@ def pooled_max_scores(
 ) -> torch.Tensor:
     """SpecPrefill's score of each prompt token for each look-ahead row, maximum over heads and earlier layers.
 
+    Where heads are spread over devices, the scores are the maximum over the devices' results.
+
     Args:
         query: [total_rows, heads, head_dim] after rotary embedding: per request its last prompt token and the first
             generated ones; float32, bfloat16 or float16.
@@ -129,6 +131,8 @@ def pooled_max_scores(
 
 def row_mean_scores(query: torch.Tensor, keys: torch.Tensor, window: Window, scale: float) -> torch.Tensor:
     """Mean over a request's query rows of the attention each head pays to each key.
+
+    Not for layers with a sliding window: the rows see all keys up to their own.
 
     Args:
         query: [total_rows, heads, head_dim] after rotary embedding: the last tokens of each request.
