@@ -311,11 +311,10 @@ def specializations() -> list[Specialization]:
         found.append(Specialization(label, kernel, signature(kernel, types, constants), constants, options))
 
     for shape in ModelHeads.common():
-        for page in (1, 16) if shape.dtype == "bf16" else (1,):
+        for page in (1, 16) if shape.head_dim == 128 else (1,):
             constants = _constants(shape.heads // shape.kv_heads, shape.head_dim, shape.head_dim, page)
             types = pool_types(shape.dtype) | {"lengths": "*i32", "output": "*fp32"}
             add(f"paged_decode {shape.name}, page {page}", _decode_kernel, types, constants, **_WARPS)
-    for width in (64, 128):
-        types = dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32") | {"output": "*bf16"}
-        add(f"paged_decode merge of {width}", _merge_kernel, types, _merge_constants(width, MAX_SPLITS))
+    types = dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32") | {"output": "*bf16"}
+    add(f"paged_decode merge of {MAX_SPLITS}", _merge_kernel, types, _merge_constants(128, MAX_SPLITS))
     return found

@@ -220,10 +220,10 @@ def paged_extend_reference(
 
 
 def specializations() -> list[Specialization]:
-    """What to compile ahead of time: long prefills, and for bfloat16 a few new tokens over pages."""
+    """What to compile ahead of time: long prefills, and a few new tokens over pages."""
     found = []
     for shape in ModelHeads.common():
-        for new, page in ((8192, 1), (16, 16), (8, 16)) if shape.dtype == "bf16" else ((8192, 1),):
+        for new, page in ((8192, 1), (8, 16)) if shape.head_dim == 128 else ((8192, 1),):
             group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
             constants, options = _tile(group, shape.head_dim, shape.head_dim, page, new * group, itemsize)
             types = pool_types(shape.dtype) | dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")

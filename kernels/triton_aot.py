@@ -79,7 +79,6 @@ class ModelHeads:
         """Llama-3.1-8B and Qwen3-4B have the same attention, and the demo pair."""
         return [
             ModelHeads("Llama-3.1-8B and Qwen3-4B bf16", 32, 8, 128, "bf16"),
-            ModelHeads("Llama-3.1-8B and Qwen3-4B fp16", 32, 8, 128, "fp16"),
             ModelHeads("demo pair bf16", 4, 2, 64, "bf16"),
             ModelHeads("demo pair fp32", 4, 2, 64, "fp32"),
         ]
