@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fathom.runtime import config, cost
 from fathom.runtime.cost import FastKV, ModelShape, SlowFast, SpecPrefill, Speed, make_plan
+from fathom.runtime.kv.memory import pages_held
+from fathom.runtime.plan import build
 
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 LLAMA_70B = ModelShape(80, 8192, 28672, 64, 8, 128, 128256)
@@ -246,6 +248,22 @@ def test_a_combined_plan_by_hand():
     assert cost.depth_pages((5, 3), span=2, page_size=1) == (5,)
     with pytest.raises(ValueError, match="spans of 3 do not divide 8 layers"):
         cost.depth_pages(plan.computed, span=3, page_size=16)
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    generated=st.integers(0, 500),
+    cutoff=st.sampled_from([4, 8, 12, 16]),
+    anchors=st.sampled_from(["bos", "none"]),
+    page_size=st.sampled_from([1, 16, 64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_pages_are_those_that_the_memory_manager_counts(tokens, generated, cutoff, anchors, page_size):
+    """Two ways to the same number: entries per layer here, tables per span there."""
+    policy = replace(config.Policy(), depth_cutoff=cutoff, anchors=anchors)
+    mine = cost.depth_pages(cost.policy_plan(policy, 16, tokens).held(generated), 4, page_size)
+    plan = build(policy.to_wire(), 16, 4)
+    assert sum(mine) == pages_held(plan, tokens + generated, tokens, page_size)
 
 
 @pytest.mark.parametrize(
