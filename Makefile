@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
 PORT ?= 30000
 ARGS ?=
 
@@ -11,7 +12,7 @@ ARGS ?=
 # once and takes what its configured places have.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test lint format bench fidelity bench-vllm-env lock clean
+.PHONY: help setup serve test lint format bench fidelity bench-vllm-env image-steps lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -26,13 +27,18 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(TEST_STAMP): $(STAMP) requirements/test.lock
+	$(BIN)/pip install -q --no-deps --no-compile -r requirements/test.lock
+	@touch $@
+
 serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
-test: $(STAMP)  ## run all tests
+test: $(TEST_STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(TEST_STAMP)  ## ruff, mypy and hadolint
+	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_path/fathom && cd .mypy_path/fathom && \
@@ -52,10 +58,19 @@ fidelity: $(STAMP)  ## exact match of policies x tasks x prompt lengths, on the 
 bench-vllm-env: $(STAMP)  ## create .venv-vllm for `make bench ARGS="--peer vllm"`
 	$(BIN)/python -m fathom.benchmarks.vllm_env
 
-lock:  ## resolve requirements/cpu.in anew (needs uv)
+image-steps: $(STAMP)  ## run the steps of docker/Dockerfile.cpu in an empty folder, without Docker (minutes)
+	$(BIN)/python docker/run_steps.py docker/Dockerfile.cpu $(ARGS)
+
+lock:  ## resolve requirements/*.in anew (needs uv)
 	uv pip compile requirements/cpu.in --override requirements/cpu.exclude --python-version 3.11 \
 	  --find-links $${PIP_FIND_LINKS:-.} --no-header --no-annotate -q | sed 's/^torch==.*/torch==2.13.0/' \
 	  > requirements/cpu.lock
+	uv pip compile requirements/test.in --constraint requirements/cpu.lock --python-version 3.11 \
+	  --no-header --no-annotate -q | grep -vxFf requirements/cpu.lock > requirements/test.lock
+	grep -vE '^(triton|torchvision)==' requirements/cpu.lock > requirements/.shared
+	UV_FIND_LINKS= uv pip compile pyproject.toml requirements/cuda.in --constraint requirements/.shared \
+	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 --no-header --no-annotate -q -o requirements/cuda.lock
+	rm requirements/.shared
 
 clean:  ## remove the environment, caches and build products
 	rm -rf $(VENV) .venv-vllm .bench build dist *.egg-info .mypy_path .pytest_cache .ruff_cache .mypy_cache .hypothesis
