@@ -90,8 +90,8 @@ def two_segment_attention_cpu(
         kept = (logits.numpy(), evidence.key_norms.numpy())
     _compiled(rows, head_dim, value_dim, pool[0].dtype)(
         query.float().numpy(),
-        (*_flat(pool[0]), *_flat(pool[1])),
-        (*_flat(compact[0]), *_flat(compact[1])),
+        (*_as_slots(pool[0]), *_as_slots(pool[1])),
+        (*_as_slots(compact[0]), *_as_slots(compact[1])),
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -102,19 +102,21 @@ def two_segment_attention_cpu(
     return output, lse
 
 
-def _flat(tensor: torch.Tensor) -> tuple[np.ndarray, int, int]:
-    """The memory of a [slots, heads, dim] tensor as a flat array, and the distances of slots and heads in it.
+def _as_slots(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """A [slots, heads, dim] tensor as a contiguous array of more slots, and how many of those make one of its own.
 
-    One array type for every layout, in which the last dimension is known to be contiguous.
+    A layer's view of a pool that holds several layers becomes an array of the one type that vectorises best.
+
+    Raises:
+        ValueError: when slots are not a whole number of [heads, dim] blocks apart.
     """
     slots, heads, dim = tensor.shape
-    slot, head, last = tensor.stride()
-    if last != 1:
-        raise ValueError(
-            f"the last dimension of keys and values must be contiguous, got strides {tensor.stride()}"
-        )
-    size = max((slots - 1) * slot + (heads - 1) * head + dim, 0)
-    return as_array(tensor.as_strided((size,), (1,))), slot, head
+    step, rest = divmod(tensor.stride(0), heads * dim)
+    if tensor.is_contiguous():
+        return as_array(tensor), 1
+    if rest or tensor.stride()[1:] != (dim, 1):
+        raise ValueError(f"keys and values must be [slots, heads, dim] blocks, got strides {tensor.stride()}")
+    return as_array(tensor.as_strided(((slots - 1) * step + 1, heads, dim), (heads * dim, dim, 1))), step
 
 
 @functools.cache
@@ -132,27 +134,29 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     def attend(q, source, slots, paged, head, start, stop, limits, kept, state):
         """Fold the keys ``start .. stop - 1`` into the running softmax ``state``."""
         acc, top, total = state
-        keys, key_slot, key_head, values, value_slot, value_head = source
+        keys, key_step, values, value_step = source
         keep, logits, norms = kept
         scores = np.empty((rows, block), np.float32)
-        wide = np.empty(max(head_dim, value_dim), np.float32)
-        slot = np.empty(block, np.int64)
+        wide_k = np.empty(head_dim, np.float32)
+        wide_v = np.empty(value_dim, np.float32)
         for begin in range(start, stop, block):
             n = min(block, stop - begin)
             for t in range(n):
-                slot[t] = slots[begin + t] if paged else begin + t
-                at = slot[t] * key_slot + head * key_head
+                at = (slots[begin + t] if paged else begin + t) * key_step
                 for d in range(head_dim):
-                    wide[d] = to_float32(keys[at + d])
+                    wide_k[d] = to_float32(keys[at, head, d])
                 for r in range(rows):
                     dot = np.float32(0)
                     for d in range(head_dim):
-                        dot += q[r, d] * wide[d]
+                        dot += q[r, d] * wide_k[d]
                     scores[r, t] = dot
-                if keep:
+            if keep:
+                # A loop of its own: within the loop above, LLVM would not vectorise it.
+                for t in range(n):
                     square = np.float32(0)
                     for d in range(head_dim):
-                        square += wide[d] * wide[d]
+                        x = to_float32(keys[slots[begin + t] * key_step, head, d])
+                        square += x * x
                     norms[begin + t] = math.sqrt(square)
             for r in range(rows):
                 if paged:
@@ -174,18 +178,20 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     total[r] *= rescale
                     for d in range(value_dim):
                         acc[r, d] *= rescale
+                block_total = np.float32(0)
                 for t in range(n):
                     weight = exp_float32(scores[r, t] - new_top)
                     scores[r, t] = weight
-                    total[r] += weight
+                    block_total += weight
+                total[r] += block_total
             for t in range(n):
-                at = slot[t] * value_slot + head * value_head
+                at = (slots[begin + t] if paged else begin + t) * value_step
                 for d in range(value_dim):
-                    wide[d] = to_float32(values[at + d])
+                    wide_v[d] = to_float32(values[at, head, d])
                 for r in range(rows):
                     weight = scores[r, t]
                     for d in range(value_dim):
-                        acc[r, d] += weight * wide[d]
+                        acc[r, d] += weight * wide_v[d]
 
     @njit(parallel=True, fastmath=FASTMATH, cache=True)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
