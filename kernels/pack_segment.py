@@ -49,15 +49,16 @@ def pack_segment_torch(
     sink: int,
 ) -> None:
     """:func:`pack_segment` in plain PyTorch."""
-    requests, kv_heads, _ = indices.shape
-    first = torch.arange(sink, dtype=indices.dtype, device=indices.device).expand(requests, kv_heads, sink)
-    entries = torch.cat((first, indices), -1)
-    entries = entries.masked_fill((rows < 0)[:, None, None], -1)
-    request, head, place = (entries >= 0).nonzero(as_tuple=True)
-    source = page_table[rows[request].long(), entries[request, head, place].long()].long()
-    target = start[request].long() + place
-    for buffer, origin in zip(compact, pool, strict=True):
-        buffer[target, head] = origin[source, head]
+    first = torch.arange(sink)
+    for row, begin, heads in zip(rows.tolist(), start.tolist(), indices, strict=True):
+        if row < 0:
+            continue
+        for h, entries in enumerate(heads):
+            # index_select copies whole rows; indexing would copy element by element.
+            slots = page_table[row].index_select(0, torch.cat((first, entries[entries >= 0])))
+            run = slice(begin, begin + len(slots))
+            for buffer, origin in zip(compact, pool, strict=True):
+                buffer[run, h] = origin[:, h].index_select(0, slots)
 
 
 @triton.jit

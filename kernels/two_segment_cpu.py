@@ -135,6 +135,7 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
         """Fold the keys ``start .. stop - 1`` into the running softmax ``state``."""
         acc, top, total = state
         keys, key_step, values, value_step = source
+        head = np.uint64(head)  # not negative: spares the check for indices from the end
         keep, logits, norms = kept
         scores = np.empty((rows, block), np.float32)
         wide_k = np.empty(head_dim, np.float32)
