@@ -1,0 +1,65 @@
+"""One slow step on two CUDA streams gives the selections and compact buffers of the CPU, in order."""
+
+import pytest
+import torch
+
+from fathom.kernels.two_segment_attention import two_segment_attention
+from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.refresh import CudaLanes, EvidenceRing, InOrder, RefreshExecutor
+from fathom.runtime.sfi.step import plan_step, refresh_layer
+
+CONFIG, SELECTOR = SfiConfig(recent=64, selected=100), SelectorConfig()
+LAYERS, HEADS, KV_HEADS, DIM = 9, 4, 2, 32
+LENGTHS = [900, 70, 300]
+
+
+def slow_step(device: str, lanes):
+    """Two slow requests and a fast one; outputs, chosen indices and compact buffers of all layers, on the CPU."""
+    torch.manual_seed(0)
+    slots, width = sum(LENGTHS) + 9, max(LENGTHS)
+    table = torch.stack([torch.randperm(slots)[:width] for _ in LENGTHS]).int().to(device)
+    shape = (3 * CONFIG.compact_tokens, KV_HEADS, DIM)
+    pool, compact, query = (
+        [[torch.randn(size).to(device) for _ in range(count)] for _ in range(LAYERS)]
+        for size, count in (((slots, KV_HEADS, DIM), 2), (shape, 2), ((3, 1, HEADS, DIM), 1))
+    )
+    start = torch.arange(3, device=device) * CONFIG.compact_tokens
+    slow = torch.tensor([True, True, False], device=device)
+    held = torch.full((3,), CONFIG.compact_tokens, device=device)
+    rows, lengths = torch.arange(3, device=device), torch.tensor(LENGTHS, device=device)
+    step = plan_step(rows, lengths, slow, start, held, 2, KV_HEADS, CONFIG)
+    ring = EvidenceRing(4, HEADS, KV_HEADS, 4 * 4 * 2 * width * (HEADS + KV_HEADS), device)
+    executor, outputs, chosen = RefreshExecutor(lanes), [], []
+
+    def refresh(layer, evidence):
+        buffers = tuple(pool[layer]), tuple(compact[layer])
+        chosen.append(refresh_layer(evidence, *buffers, table, step.refresh, CONFIG, SELECTOR).indices)
+
+    with executor.step():
+        for layer in range(LAYERS):
+            evidence = ring.view(executor.acquire(), 2, width)
+            buffers = tuple(pool[layer]), tuple(compact[layer])
+            outputs.append(
+                two_segment_attention(query[layer][0], *buffers, table, step.plan, 0.125, evidence)[0]
+            )
+            executor.submit(lambda layer=layer, evidence=evidence: refresh(layer, evidence))
+    return [
+        torch.stack([x.clone() for x in tensors]).cpu()
+        for tensors in (outputs, chosen, [x for pair in compact for x in pair])
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_streams_equal_the_cpu():
+    outputs, chosen, compact = slow_step("cpu", InOrder())
+    for _ in range(20):
+        got = slow_step("cuda", CudaLanes())
+        torch.testing.assert_close(got[0], outputs, atol=1e-4, rtol=1e-4)
+        assert torch.equal(got[1], chosen)
+        assert torch.equal(got[2], compact)
+
+
+def test_the_step_selects_something():
+    _, chosen, _ = slow_step("cpu", InOrder())
+    assert chosen.shape == (LAYERS, 2, KV_HEADS, CONFIG.selected)
+    assert (chosen[:, 0] >= 0).all() and int((chosen[:, 1, 0] >= 0).sum(-1).max()) == 70 - 64 - 4
