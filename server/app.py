@@ -10,20 +10,23 @@ from starlette.middleware import Middleware
 
 from fathom.runtime import config
 from fathom.server import errors
+from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
 from fathom.server.middleware import PolicyMiddleware
 from fathom.server.version import versions
 
 
-def configure(app: FastAPI, face: Face, internal_states: Callable[[], Any]) -> None:
+def configure(app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[], Any]) -> None:
     """Add Fathom's part to an application that has not started yet.
 
     Args:
         app: the application.
         face: the server's policy defaults and limits.
+        gate: which requests are let in.
         internal_states: coroutine function that asks every scheduler process for its state.
     """
     # Last is innermost: after authentication and decompression, and inside CORS.
+    app.user_middleware.append(Middleware(AdmissionMiddleware, gate=gate))
     app.user_middleware.append(Middleware(PolicyMiddleware, face=face))
     errors.install(app)
 
@@ -46,34 +49,43 @@ def configure(app: FastAPI, face: Face, internal_states: Callable[[], Any]) -> N
 def launch(
     server_args: Any,
     face: Face,
+    gate: Gate,
     on_ready: Callable[[dict[str, Any]], None],
     on_engine_failure: Callable[..., None],
+    on_engine_death: Callable[[], None],
+    leave: Callable[[], None],
 ) -> None:
     """Serve until stopped.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
         face: the server's policy defaults and limits.
+        gate: which requests are let in, and how long the last ones may take.
         on_ready: called with the engine process's first report once the first request can be answered.
         on_engine_failure: handler of the signal that an engine process sends when it fails to start.
+        on_engine_death: called when an engine process died while serving.
+        leave: ends the process when clients do not take the last of their answers.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.server import children
-    from fathom.server.tokenizer_manager import FathomTokenizerManager
+    from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
         return await http_server.get_global_state().tokenizer_manager.get_internal_state()
 
     def init(*args: Any) -> Any:
         signal.signal(signal.SIGQUIT, on_engine_failure)  # after SGLang's own, which kills without a word
-        return init_tokenizer_manager(*args, TokenizerManagerClass=partial(FathomTokenizerManager, face=face))
+        manager = partial(
+            ServingTokenizerManager, face=face, gate=gate, on_engine_death=on_engine_death, leave=leave
+        )
+        return init_tokenizer_manager(*args, TokenizerManagerClass=manager)
 
     def ready() -> None:
         on_ready(http_server.get_global_state().scheduler_info)
 
-    configure(http_server.app, face, internal_states)
+    configure(http_server.app, face, gate, internal_states)
     try:
         http_server.launch_server(
             server_args,

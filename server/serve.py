@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from fathom.runtime import config
-from fathom.server import checks, quiet
+from fathom.server import admission, checks, quiet
+from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
 
@@ -45,6 +46,7 @@ class Plan:
         draft: draft model, or None.
         engine_flags: SGLang's flags.
         face: policy and limits of the HTTP side.
+        gate: how many requests are let in, and how long the last ones may take.
         verbose: whether to show tracebacks.
     """
 
@@ -55,6 +57,7 @@ class Plan:
     draft: str | None
     engine_flags: list[str]
     face: Face
+    gate: Gate
     verbose: bool
 
 
@@ -80,6 +83,20 @@ def parser() -> Parser:
         default=DEFAULT_MAX_BODY_MIB,
         metavar="MIB",
         help="largest request body, in MiB; a larger one is answered with 413 (default: %(default)s)",
+    )
+    network.add_argument(
+        "--max-in-flight",
+        type=int,
+        default=admission.DEFAULT_MAX_IN_FLIGHT,
+        metavar="N",
+        help="most generation requests inside the server; one more is answered with 503 (default: %(default)s)",
+    )
+    network.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=admission.DEFAULT_DRAIN_SECONDS,
+        metavar="S",
+        help="how long running requests may take after SIGTERM (default: %(default)s)",
     )
     config.add_arguments(result)
     return result
@@ -108,6 +125,10 @@ def plan(argv: list[str]) -> Plan:
     checks.refuse_bypass(engine)
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
+    if own.max_in_flight < 1:
+        raise StartError(f"--max-in-flight must be at least 1, got {own.max_in_flight}")
+    if not 0 <= own.drain_seconds < float("inf"):
+        raise StartError(f"--drain-seconds must be at least 0, got {own.drain_seconds:g}")
     try:
         policy = config.from_arguments(own)
     except config.PolicyError as error:
@@ -130,6 +151,7 @@ def plan(argv: list[str]) -> Plan:
         draft=own.draft_model_path,
         engine_flags=[*fixed, *flags, *_missing(engine, name)],
         face=Face(default=policy, max_body_bytes=own.max_body_mib << 20),
+        gate=Gate(own.max_in_flight, own.drain_seconds),
         verbose=engine.log_level == "debug",
     )
 
@@ -228,7 +250,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
 
     code = 0
     try:
-        launch(server_args, work.face, ready, on_engine_failure)
+        launch(server_args, work.face, work.gate, ready, on_engine_failure, on_engine_death, leave)
     except KeyboardInterrupt:
         pass
     except Exception as failure:
@@ -284,6 +306,19 @@ def stop_children() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=10)
+
+
+def leave() -> NoReturn:
+    """End a server that has drained, whatever its connections still do."""
+    stop_children()
+    quiet.leave(0)
+
+
+def on_engine_death() -> NoReturn:
+    """An engine process died while serving: say so and leave, for a supervisor to start anew."""
+    print("fathom serve: error: an engine process ended; its own report is above", file=sys.stderr)
+    stop_children()
+    quiet.leave(checks.FAILURE)
 
 
 def on_engine_failure(*_: object) -> NoReturn:

@@ -134,7 +134,22 @@ LEDGER: tuple[Seam, ...] = (
             ("_send_one_request", "tells SGLang's own prefix request from a client's", "tokenized_obj"),
             ("_handle_abort_req", "counts aborted generations", "recv_obj"),
             ("_release_req_states_on_failure", "counts generations that never reached the engine", "rids"),
+            ("sigterm_watchdog", "bounds the time that running requests have after SIGTERM", ""),
         )
+    ),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:SignalHandler.running_phase_sigquit_handler",
+        "override",
+        "a dead engine ends the process with a reason and an exit code",
+        "signum frame",
+    ),
+    _seam(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
+        "read",
+        "installs our signal handler and starts our drain",
+        check=_reads_attributes("signal_handler_class sigterm_handler sigterm_watchdog"),
     ),
     _seam(
         SERVER,

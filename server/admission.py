@@ -1,0 +1,165 @@
+"""Who is let in, and what ends when a client goes away.
+
+A bound on the requests inside the server, refusal while it drains, ``Retry-After`` on every such answer, and an end
+to the work on an answer that nobody waits for any more.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fathom.server.routes import GENERATION_ROUTES, error_body, path_of
+
+DEFAULT_MAX_IN_FLIGHT = 512
+DEFAULT_DRAIN_SECONDS = 120
+
+BUSY_RETRY_SECONDS, DRAIN_RETRY_SECONDS = 1, 5
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody receives it, but metrics count it
+
+ALLOWED_WHILE_DRAINING = ("/abort_request",)
+
+
+@dataclass
+class Gate:
+    """What decides whether a request is let in.
+
+    Attributes:
+        max_in_flight: most generation requests inside the server, waiting or running.
+        drain_seconds: how long running requests may take after SIGTERM.
+        draining: whether the server is ending.
+        in_flight: generation requests inside the server now.
+    """
+
+    max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+    drain_seconds: float = DEFAULT_DRAIN_SECONDS
+    draining: Callable[[], bool] = lambda: False
+    in_flight: int = 0
+
+
+class AdmissionMiddleware:
+    """ASGI middleware in front of everything that reads a request's body."""
+
+    def __init__(self, app: Any, gate: Gate):
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            await self._app(scope, receive, send)
+            return
+        path, gate = path_of(scope), self._gate
+        if gate.draining() and path not in ALLOWED_WHILE_DRAINING:
+            await refuse(path, "the server is shutting down", DRAIN_RETRY_SECONDS, send)
+        elif path not in GENERATION_ROUTES:
+            await self._app(scope, receive, with_retry_after(send))
+        elif gate.in_flight >= gate.max_in_flight:
+            message = f"the server is busy: it holds {gate.in_flight} requests, its limit"
+            await refuse(path, message, BUSY_RETRY_SECONDS, send)
+        else:
+            place = Place(gate)
+            try:
+                await serve_while_wanted(self._app, scope, receive, with_retry_after(send), place.leave)
+            finally:
+                place.leave()
+
+
+class Place:
+    """One of the places inside the server, given back once."""
+
+    def __init__(self, gate: Gate):
+        gate.in_flight += 1
+        self._gate: Gate | None = gate
+
+    def leave(self) -> None:
+        """Give the place back, the first time that this is called."""
+        if self._gate is not None:
+            self._gate.in_flight -= 1
+            self._gate = None
+
+
+async def refuse(path: str, message: str, retry_seconds: int, send: Any) -> None:
+    """Answer 503 in the route's format, without reading the body, and close the connection."""
+    body = orjson.dumps(error_body(path, 503, message))
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", str(retry_seconds).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def with_retry_after(send: Any) -> Any:
+    """A ``send`` that adds ``Retry-After`` to an engine's own 429 or 503."""
+
+    async def sent(message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (429, 503):
+            headers = message.get("headers", [])
+            if all(name.lower() != b"retry-after" for name, _ in headers):
+                headers = [*headers, (b"retry-after", str(BUSY_RETRY_SECONDS).encode())]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return sent
+
+
+async def serve_while_wanted(
+    app: Any, scope: Any, receive: Any, send: Any, on_end: Callable[[], None]
+) -> None:
+    """Run ``app``, and cancel it when its client goes before the answer has begun.
+
+    SGLang looks for the client of a request that is not streamed every four seconds. A stream that has begun is
+    left to Starlette, which notices at once.
+
+    Args:
+        app, scope, receive, send: as in ASGI.
+        on_end: called when the answer was sent or the client went: SGLang's background task of a stream keeps
+            ``app`` running for two seconds more.
+    """
+    body_read, begun = asyncio.Event(), asyncio.Event()
+    disconnected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def watched_receive() -> Any:
+        if body_read.is_set():
+            return await asyncio.shield(disconnected)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            disconnected.set_result(message)
+            body_read.set()
+        elif not message.get("more_body", False):
+            body_read.set()
+        return message
+
+    async def watched_send(message: Any) -> None:
+        begun.set()
+        await send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            on_end()
+
+    async def watch() -> None:
+        await body_read.wait()
+        while not disconnected.done():
+            message = await receive()
+            if message["type"] == "http.disconnect" and not disconnected.done():
+                disconnected.set_result(message)
+        on_end()
+        if not begun.is_set():
+            work.cancel()
+
+    work = asyncio.ensure_future(app(scope, watched_receive, watched_send))
+    watcher = asyncio.ensure_future(watch())
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not disconnected.done() or begun.is_set():
+            work.cancel()
+            raise
+        await send({"type": "http.response.start", "status": CLIENT_CLOSED_REQUEST, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        watcher.cancel()
+        disconnected.cancel()

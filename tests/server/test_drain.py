@@ -1,0 +1,134 @@
+"""A real server under overload, with clients that leave, at its end, and when its engine dies.
+
+Two servers are started: each of them is ended by what is tested. About 40 s on two cores.
+"""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+DRAIN_SECONDS = 5
+LONG = {"max_new_tokens": 7000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def ending(start_server, tiny_model):
+    """A server that takes three requests at a time and is ended by the last test that uses it."""
+    options = ("--max-in-flight", "3", "--drain-seconds", str(DRAIN_SECONDS))
+    return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000", *options)
+
+
+def generate(server, tokens=7000, stream=False, **more):
+    body = {
+        "text": "the key of",
+        "stream": stream,
+        "sampling_params": {**LONG, "max_new_tokens": tokens},
+        **more,
+    }
+    return server.client.post("/generate", json=body)
+
+
+def wait_until(condition, seconds=20.0):
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def held(server):
+    engine = server.engine()
+    return engine["kv_pool"]["held"] + engine["open_accounts"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_everything_within_a_second(ending, stream, n):
+    sampling = {**LONG, "n": n, "temperature": 1.0}
+    body = {"text": "the job of", "stream": stream, "sampling_params": sampling}
+    with (
+        ending.client.stream("POST", "/generate", json=body, timeout=None)
+        if stream
+        else leaving(ending, body)
+    ):
+        wait_until(lambda: held(ending) > 0)
+    assert wait_until(lambda: held(ending) == 0) < 1.0
+
+
+class leaving:
+    """A request without streaming whose client hangs up at the end of the block."""
+
+    def __init__(self, server, body):
+        import socket
+
+        raw = json.dumps(body).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)))
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+
+def test_overload_is_answered_with_503(ending):
+    with ThreadPoolExecutor(3) as pool:
+        inside = [pool.submit(generate, ending) for _ in range(3)]
+        wait_until(lambda: ending.engine()["open_accounts"] == 3)
+        for stream in (False, True):
+            late = generate(ending, 4, stream)
+            assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
+            assert "the server is busy" in late.json()["error"]["message"]
+        assert ending.client.get("/health").status_code == 200
+        assert ending.client.post("/abort_request", json={"abort_all": True}).status_code == 200
+        assert [future.result().status_code for future in inside] == [200] * 3
+    assert generate(ending, 4).status_code == 200
+
+
+def test_sigterm_lets_requests_finish_up_to_the_limit(ending):
+    client = ending.client
+    assert client.get("/ready").status_code == 200
+    with ThreadPoolExecutor(3) as pool:
+        short = pool.submit(generate, ending, 40)
+        whole = pool.submit(generate, ending)
+        stream = pool.submit(generate, ending, stream=True)
+        wait_until(lambda: ending.engine()["open_accounts"] == 3)
+        ending.process.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        wait_until(lambda: client.get("/ready").status_code == 503, 2)
+        assert client.get("/health").status_code == 503
+        refused = generate(ending, 4)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert short.result().status_code == 200
+        assert short.result().json()["meta_info"]["completion_tokens"] == 40
+        cut = whole.result()
+        took = time.monotonic() - begin
+        assert cut.status_code == 503 and "cut off" in cut.json()["error"]["message"]
+        assert DRAIN_SECONDS - 0.5 < took < DRAIN_SECONDS + 4
+        assert "cut off" in stream.result().text and stream.result().text.rstrip().endswith("data: [DONE]")
+    assert ending.process.wait(20) == 0
+    assert f"2 generations were cut off {DRAIN_SECONDS} s after SIGTERM" in ending.log.read_text()
+
+
+def test_a_dead_engine_ends_the_process_with_a_reason(start_server, tiny_model):
+    server = start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "9000")
+    engine = server.engine()["pid"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, server)
+        wait_until(lambda: held(server) > 0)
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(20) == 1
+        with pytest.raises(httpx.TransportError):
+            answer.result()
+    log = server.log.read_text()
+    assert "crashed with exit code -9" in log
+    assert log.splitlines()[-1] == "fathom serve: error: an engine process ended; its own report is above"
