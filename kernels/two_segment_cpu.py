@@ -130,70 +130,7 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     match_torch_threads()
     block = KEYS_PER_BLOCK
 
-    @njit(fastmath=FASTMATH, cache=True)
-    def attend(q, source, slots, paged, head, start, stop, limits, kept, state):
-        """Fold the keys ``start .. stop - 1`` into the running softmax ``state``."""
-        acc, top, total = state
-        keys, key_step, values, value_step = source
-        head = np.uint64(head)  # not negative: spares the check for indices from the end
-        keep, logits, norms = kept
-        scores = np.empty((rows, block), np.float32)
-        wide_k = np.empty(head_dim, np.float32)
-        wide_v = np.empty(value_dim, np.float32)
-        for begin in range(start, stop, block):
-            n = min(block, stop - begin)
-            for t in range(n):
-                at = (slots[begin + t] if paged else begin + t) * key_step
-                for d in range(head_dim):
-                    wide_k[d] = to_float32(keys[at, head, d])
-                for r in range(rows):
-                    dot = np.float32(0)
-                    for d in range(head_dim):
-                        dot += q[r, d] * wide_k[d]
-                    scores[r, t] = dot
-            if keep:
-                # A loop of its own: within the loop above, LLVM would not vectorise it.
-                for t in range(n):
-                    square = np.float32(0)
-                    for d in range(head_dim):
-                        x = to_float32(keys[slots[begin + t] * key_step, head, d])
-                        square += x * x
-                    norms[begin + t] = math.sqrt(square)
-            for r in range(rows):
-                if paged:
-                    for t in range(max(limits[r] - begin, 0), n):
-                        scores[r, t] = -np.inf
-                if keep:
-                    for t in range(n):
-                        logits[r, begin + t] = scores[r, t]
-                new_top = top[r]
-                for t in range(n):
-                    new_top = max(new_top, scores[r, t])
-                if new_top == -np.inf:
-                    for t in range(n):
-                        scores[r, t] = np.float32(0)
-                    continue
-                if new_top > top[r]:
-                    rescale = np.float32(math.exp(top[r] - new_top))
-                    top[r] = new_top
-                    total[r] *= rescale
-                    for d in range(value_dim):
-                        acc[r, d] *= rescale
-                block_total = np.float32(0)
-                for t in range(n):
-                    weight = exp_float32(scores[r, t] - new_top)
-                    scores[r, t] = weight
-                    block_total += weight
-                total[r] += block_total
-            for t in range(n):
-                at = (slots[begin + t] if paged else begin + t) * value_step
-                for d in range(value_dim):
-                    wide_v[d] = to_float32(values[at, head, d])
-                for r in range(rows):
-                    weight = scores[r, t]
-                    for d in range(value_dim):
-                        acc[r, d] += weight * wide_v[d]
-
+    # One function: a closure over another compiled function would never be found in the cache on disk.
     @njit(parallel=True, fastmath=FASTMATH, cache=True)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
         row, request, head, start, stop, first, end, evidence_row = tasks
@@ -202,21 +139,75 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
         window = query.shape[1]
         group = rows // window
         for i in prange(len(row)):
-            b, h, e = request[i], head[i], evidence_row[request[i]]
+            b, h = request[i], np.uint64(head[i])  # unsigned: spares the check for indices from the end
             q = np.empty((rows, head_dim), np.float32)
-            limits = np.empty(rows, np.int64)
+            visible = np.empty(rows, np.int64)
             for r in range(rows):
-                limits[r] = end[b] - window + r % window + 1
+                visible[r] = end[b] - window + r % window + 1
                 for d in range(head_dim):
-                    q[r, d] = query[b, r % window, h * group + r // window, d] * scale
+                    q[r, d] = query[b, r % window, head[i] * group + r // window, d] * scale
+            scores = np.empty((rows, block), np.float32)
+            wide_k = np.empty(head_dim, np.float32)
+            wide_v = np.empty(value_dim, np.float32)
             acc = np.zeros((rows, value_dim), np.float32)
             top = np.full(rows, -np.inf, np.float32)
             total = np.zeros(rows, np.float32)
-            paged, kept = row[i] >= 0, max(e, 0)
-            attend(
-                q, pool if paged else compact, table[max(row[i], 0)], paged, h, start[i], stop[i], limits,
-                (paged and e >= 0, logits[kept, h], norms[kept, h]), (acc, top, total),
-            )  # fmt: skip
+            paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
+            keep = paged and evidence_row[b] >= 0
+            keys, key_step, values, value_step = pool if paged else compact
+            for begin in range(start[i], stop[i], block):
+                n = min(block, stop[i] - begin)
+                for t in range(n):
+                    slot = (table[line, begin + t] if paged else begin + t) * key_step
+                    for d in range(head_dim):
+                        wide_k[d] = to_float32(keys[slot, h, d])
+                    for r in range(rows):
+                        dot = np.float32(0)
+                        for d in range(head_dim):
+                            dot += q[r, d] * wide_k[d]
+                        scores[r, t] = dot
+                if keep:
+                    # A loop of its own: within the loop above, LLVM would not vectorise it.
+                    for t in range(n):
+                        square = np.float32(0)
+                        for d in range(head_dim):
+                            x = to_float32(keys[table[line, begin + t] * key_step, h, d])
+                            square += x * x
+                        norms[kept, h, begin + t] = math.sqrt(square)
+                for r in range(rows):
+                    if paged:
+                        for t in range(max(visible[r] - begin, 0), n):
+                            scores[r, t] = -np.inf
+                    if keep:
+                        for t in range(n):
+                            logits[kept, h, r, begin + t] = scores[r, t]
+                    new_top = top[r]
+                    for t in range(n):
+                        new_top = max(new_top, scores[r, t])
+                    if new_top == -np.inf:
+                        for t in range(n):
+                            scores[r, t] = np.float32(0)
+                        continue
+                    if new_top > top[r]:
+                        rescale = np.float32(math.exp(top[r] - new_top))
+                        top[r] = new_top
+                        total[r] *= rescale
+                        for d in range(value_dim):
+                            acc[r, d] *= rescale
+                    block_total = np.float32(0)
+                    for t in range(n):
+                        weight = exp_float32(scores[r, t] - new_top)
+                        scores[r, t] = weight
+                        block_total += weight
+                    total[r] += block_total
+                for t in range(n):
+                    slot = (table[line, begin + t] if paged else begin + t) * value_step
+                    for d in range(value_dim):
+                        wide_v[d] = to_float32(values[slot, h, d])
+                    for r in range(rows):
+                        weight = scores[r, t]
+                        for d in range(value_dim):
+                            acc[r, d] += weight * wide_v[d]
             partial[i], partial_max[i], partial_sum[i] = acc, top, total
 
         output, lse = results
