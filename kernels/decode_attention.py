@@ -43,7 +43,20 @@ def plan_decode(rows: torch.Tensor, lengths: torch.Tensor, kv_heads: int, window
         window: how many earlier tokens a query sees besides itself; -1 for all.
     """
     row, stop = rows.numpy().astype(np.int64), lengths.numpy().astype(np.int64)
-    start = np.maximum(stop - window - 1, 0) if window >= 0 else np.zeros_like(stop)
+    return _split(row, np.zeros_like(stop), stop, kv_heads, window)
+
+
+def plan_decode_packed(entry: np.ndarray, kv_heads: int, window: int = -1) -> DecodePlan:
+    """As :func:`plan_decode`, for page tables that lie one after the other in a table of a single row.
+
+    Args:
+        entry: [batch + 1] int64, where each request's slots begin in that row.
+    """
+    return _split(np.zeros(len(entry) - 1, np.int64), entry[:-1], entry[1:], kv_heads, window)
+
+
+def _split(row: np.ndarray, begin: np.ndarray, stop: np.ndarray, kv_heads: int, window: int) -> DecodePlan:
+    start = np.maximum(stop - window - 1, begin) if window >= 0 else begin
     splits = np.maximum(-(-(stop - start) // KEYS_PER_TASK), 1)
     pair_splits = np.repeat(splits, kv_heads)
     first = np.concatenate([[0], np.cumsum(pair_splits)]).astype(np.int64)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 
-MECHANISMS: frozenset[str] = frozenset()
+MECHANISMS: frozenset[str] = frozenset({"SPEED"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
 
 PRESETS: dict[str, dict[str, Any]] = {"exact": {}}
@@ -42,10 +42,19 @@ class Limits:
     Attributes:
         layers: number of transformer layers, or None while no model is loaded.
         span: consecutive layers that share one page table; a cutoff must be a multiple of it.
+        lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
     """
 
     layers: int | None = None
     span: int = 1
+    lacking: Mapping[str, str] = field(default_factory=dict)
+
+    def why_not(self, mechanism: str) -> str | None:
+        """Why a mechanism cannot be asked for; None when it can."""
+        if mechanism not in MECHANISMS:
+            return f"{mechanism} is not available in this build"
+        reason = self.lacking.get(mechanism)
+        return f"{mechanism} is not available here ({reason})" if reason else None
 
 
 @dataclass(frozen=True)
@@ -250,6 +259,15 @@ class Policy:
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SPECS if name != "preset"}
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether some prompt token may not be computed at some layer."""
+        exact = preset("exact")
+        return any(
+            getattr(self, name) != getattr(exact, name)
+            for name in ("prefill_keep_rate", "depth_cutoff", "tsp_rate")
+        )
+
     def fingerprint(self) -> str:
         """A short name of the values, equal for equal policies: part of the prefix cache's key."""
         if self._values() == preset("exact")._values():
@@ -321,9 +339,11 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
         _raise_off_span(cutoff, limits)
     for name, value in policy._values().items():
         spec = SPECS[name]
-        if spec.mechanism and not spec.tunes and value != spec.neutral and spec.mechanism not in MECHANISMS:
-            message = f"fathom.{name}: {spec.mechanism} is not available in this build; "
-            raise PolicyError(message + f"legal: {_shown(spec.neutral)}, got {_shown(value)}", name)
+        if spec.mechanism and not spec.tunes and value != spec.neutral:
+            reason = limits.why_not(spec.mechanism)
+            if reason:
+                legal = f"legal: {_shown(spec.neutral)}, got {_shown(value)}"
+                raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
     return policy.canonical()
 
 
@@ -365,7 +385,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
-    """Every field's meaning, range, unit, source, default, and whether this build can run it."""
+    """Every field's meaning, range, unit, source, default, and whether it can be asked for."""
     return {
         name: {
             "help": spec.help,
@@ -374,7 +394,7 @@ def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
             "unit": spec.unit,
             "source": spec.source,
             "mechanism": spec.mechanism,
-            "available": spec.mechanism is None or spec.mechanism in MECHANISMS,
+            "available": spec.mechanism is None or limits.why_not(spec.mechanism) is None,
         }
         for name, spec in SPECS.items()
     }
@@ -402,5 +422,9 @@ def from_arguments(arguments: argparse.Namespace, limits: Limits = Limits()) -> 
     try:
         return parse(given, Policy(), limits)
     except PolicyError as error:
-        flag = "--" + error.field.replace("_", "-")
-        raise PolicyError(str(error).replace(f"fathom.{error.field}", flag), error.field) from error
+        raise PolicyError(as_flag(error), error.field) from error
+
+
+def as_flag(error: PolicyError) -> str:
+    """The error's message with the flag's name in place of the field's."""
+    return str(error).replace(f"fathom.{error.field}", "--" + error.field.replace("_", "-"))

@@ -13,8 +13,14 @@ class StepHost(Protocol):
     def open_accounts(self, batch: Any) -> list[Any]:
         """The account of each request in the batch, with the policy the request came with."""
 
+    def narrows(self, batch: Any) -> bool:
+        """Whether some request of the batch goes on with fewer tokens above some layer."""
+
     def forward(self, batch: Any, **options: Any) -> Any:
-        """Run the batch through all layers and sample: the dense path."""
+        """Run the batch through all layers and sample: the dense path, and every decode step."""
+
+    def climb(self, batch: Any, **options: Any) -> Any:
+        """Run the batch span by span, dropping rows in between (``staircase.py``), and sample."""
 
     def close_accounts(self, batch: Any, accounts: list[Any]) -> None:
         """Write down what this step computed for each request."""
@@ -23,6 +29,6 @@ class StepHost(Protocol):
 def step(host: StepHost, batch: Any, **options: Any) -> Any:
     """Run one scheduled batch (prefill chunk, decode step, or a mix) and return the engine's result."""
     accounts = host.open_accounts(batch)
-    result = host.forward(batch, **options)
+    result = host.climb(batch, **options) if host.narrows(batch) else host.forward(batch, **options)
     host.close_accounts(batch, accounts)
     return result

@@ -18,7 +18,10 @@ class Account:
     prefill_tokens: int = 0  # prompt tokens computed by the target, re-prefills after a retraction included
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
     decode_steps: int = 0
-    kv_tokens: int = 0  # KV slots held when last seen
+    kv_bytes: int = 0  # KV held when last seen
+    kv_bytes_dense: int = 0  # what the same tokens would have held at all depths
+    kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
+    deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
     first_token_time: float | None = None  # time.perf_counter() in seconds
     reported: bool = False
 
@@ -29,6 +32,14 @@ class KvShape:
 
     layers: int
     bytes_per_token: int  # all layers, keys and values
+
+
+@dataclass(frozen=True)
+class Held:
+    """KV of one request in bytes: what it holds, and what its tokens would hold at all depths."""
+
+    bytes: int
+    dense: int
 
 
 class RequestLedger:
@@ -51,18 +62,18 @@ class RequestLedger:
             self.totals["requests"] += 1
         return account
 
-    def prefilled(self, account: Account, tokens: int, kv_tokens: int) -> None:
+    def prefilled(self, account: Account, tokens: int, held: Held) -> None:
         """One engine step computed ``tokens`` prompt tokens of the request."""
         account.prefill_tokens += tokens
         account.prefill_steps += 1
-        account.kv_tokens = kv_tokens
+        account.kv_bytes, account.kv_bytes_dense = held.bytes, held.dense
         self.totals["prefill_tokens"] += tokens
         self.totals["prefill_steps"] += 1
 
-    def decoded(self, account: Account, kv_tokens: int) -> None:
+    def decoded(self, account: Account, held: Held) -> None:
         """One engine step computed one generated token of the request."""
         account.decode_steps += 1
-        account.kv_tokens = kv_tokens
+        account.kv_bytes, account.kv_bytes_dense = held.bytes, held.dense
         self.totals["decode_steps"] += 1
 
     def first_token(self, request: Any) -> None:
@@ -77,11 +88,11 @@ class RequestLedger:
         if account is None:  # aborted before its first step
             account = Account()
         account.reported = True
-        kv_bytes = account.kv_tokens * self.kv_shape.bytes_per_token
         return {
             "policy": account.policy,
             "prompt_tokens": prompt_tokens,
-            "kept_tokens": prompt_tokens,
+            "kept_tokens": prompt_tokens if account.kept_tokens is None else account.kept_tokens,
+            "deep_tokens": prompt_tokens if account.deep_tokens is None else account.deep_tokens,
             "cached_tokens": cached_tokens,
             "prefill_steps": account.prefill_steps,
             "decode_steps": account.decode_steps,
@@ -89,7 +100,7 @@ class RequestLedger:
             "fast_steps": 0,
             "draft_tokens": 0,
             "accepted_tokens": 0,
-            "kv_bytes": kv_bytes,
-            "kv_bytes_dense": kv_bytes,
+            "kv_bytes": account.kv_bytes,
+            "kv_bytes_dense": account.kv_bytes_dense,
             "first_token_time": account.first_token_time,
         }

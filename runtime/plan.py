@@ -8,6 +8,7 @@ set.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ class Step:
         kind: FIXED when the prompt's length alone decides who stays (SPEED); SCORED when a selector decides
             once the whole prompt has been seen (SpecPrefill, FastKV).
         anchor: whether token 0 stays.
-        rate: SCORED only: share of the tokens of the set below that stays, forced tokens included.
+        rate: SCORED only: share of the units of the set below that stays, forced ones included.
+        unit: SCORED only: tokens that stay or go together (SpecPrefill's chunk).
         window: SCORED only: the last tokens of the prompt that always stay.
     """
 
@@ -40,7 +42,16 @@ class Step:
     kind: str = FIXED
     anchor: bool = True
     rate: float = 0.0
+    unit: int = 1
     window: int = 1
+
+    def most_kept(self, tokens: int) -> int:
+        """The most of ``tokens`` prompt tokens that go on above this step."""
+        if self.kind == FIXED:
+            return min(tokens, 2 if self.anchor else 1)
+        units = -(-tokens // self.unit)
+        kept = max(math.ceil(self.rate * units), -(-self.window // self.unit))
+        return min(tokens, kept * self.unit)
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,20 @@ def default_span(layers: int) -> int:
     return next(iter([span for span in both if span > 1] or three_quarters), 1)
 
 
+def choose_span(layers: int, asked: int | None) -> int:
+    """Layers per span: what the operator asked for, or the model's default.
+
+    Raises:
+        PlanError: when the operator's choice does not divide the layers.
+    """
+    if asked is None:
+        return default_span(layers)
+    if asked < 1 or layers % asked:
+        legal = ", ".join(str(span) for span in range(1, layers + 1) if layers % span == 0)
+        raise PlanError(f"--depth-span {asked} does not divide the model's {layers} layers; legal: {legal}")
+    return asked
+
+
 def check_nested(sets: Sequence[np.ndarray]) -> None:
     """Raise PlanError unless each set of token positions (ascending) contains the next one.
 
@@ -193,3 +218,14 @@ def deep_tokens(step: Step, length: int, prompt_tokens: int) -> int:
     if length < prompt_tokens:
         return 0
     return length - prompt_tokens + 1 + (1 if step.anchor and prompt_tokens > 1 else 0)
+
+
+def tokens_per_span(plan: PrefillPlan, prompt_tokens: int) -> list[int]:
+    """Prompt tokens that each span holds at the end of prefill; above a SCORED step, the most that it can hold."""
+    counts, left = [], prompt_tokens
+    starts = {step.layer // plan.span: step for step in plan.steps}
+    for span in range(plan.spans):
+        if span in starts:
+            left = starts[span].most_kept(left)
+        counts.append(left)
+    return counts

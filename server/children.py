@@ -15,7 +15,7 @@ def _prepare(server_args: Any) -> None:
 
 
 def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Fathom's scheduler process. Arguments as SGLang's function of this name."""
+    """Fathom's scheduler process. Arguments as ``process.run_scheduler_process``."""
     _prepare(server_args)
     process.run_scheduler_process(server_args, *args, **kwargs)
     quiet.leave(0)

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from fathom.runtime.config import Limits, Policy
+from fathom.runtime.config import Limits, Policy, validate
 
 PRIVATE_KEYS = frozenset({"first_token_time"})
 """Keys of the scheduler's report that are not for clients."""
@@ -18,12 +18,23 @@ class Face:
     Attributes:
         default: policy of requests that bring none.
         limits: what the served model allows; filled in when it is known.
+        depth_span: layers per depth page, or None for the model's default.
         max_body_bytes: largest request body that is read.
     """
 
     default: Policy = field(default_factory=Policy)
     limits: Limits = field(default_factory=Limits)
+    depth_span: int | None = None
     max_body_bytes: int = 64 << 20
+
+    def learn(self, limits: Limits) -> None:
+        """Take in what the served model allows, and hold the default policy against it.
+
+        Raises:
+            PolicyError: when the default policy asks for what this model cannot do.
+        """
+        self.limits = limits
+        self.default = validate(self.default, limits)
 
 
 @dataclass

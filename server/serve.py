@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fathom.runtime import config
+from fathom.runtime.plan import PlanError, choose_span
 from fathom.server import admission, checks, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
@@ -98,6 +99,14 @@ def parser() -> Parser:
         metavar="S",
         help="how long running requests may take after SIGTERM (default: %(default)s)",
     )
+    memory = result.add_argument_group("memory")
+    memory.add_argument(
+        "--depth-span",
+        type=int,
+        metavar="LAYERS",
+        help="layers that share one page of KV; a cutoff must be a multiple of it (default: the largest that has "
+        "3/4 and, if possible, 1/2 of the layers on a boundary)",
+    )
     config.add_arguments(result)
     return result
 
@@ -150,7 +159,7 @@ def plan(argv: list[str]) -> Plan:
         port=port,
         draft=own.draft_model_path,
         engine_flags=[*fixed, *flags, *_missing(engine, name)],
-        face=Face(default=policy, max_body_bytes=own.max_body_mib << 20),
+        face=Face(default=policy, max_body_bytes=own.max_body_mib << 20, depth_span=own.depth_span),
         gate=Gate(own.max_in_flight, own.drain_seconds),
         verbose=engine.log_level == "debug",
     )
@@ -211,6 +220,7 @@ def main(argv: list[str]) -> NoReturn:
     _verify_seams()
     server_args = _server_args(work.engine_flags)
     checks.refuse_bypass(server_args)
+    _learn_limits(work.face, server_args)
     _run(work, server_args)
 
 
@@ -238,11 +248,28 @@ def _server_args(flags: list[str]) -> Any:
         raise StartError(_one_line(error)) from error
 
 
+def _learn_limits(face: Face, server_args: Any) -> None:
+    """What the model allows, before anything is started; the engine adds what it lacks when it is up."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        layers = ModelConfig.from_server_args(server_args).num_hidden_layers
+    except Exception as error:
+        raise StartError(_one_line(error)) from error
+    try:
+        face.learn(config.Limits(layers, choose_span(layers, face.depth_span)))
+    except PlanError as error:
+        raise StartError(str(error)) from None
+    except config.PolicyError as error:
+        raise StartError(config.as_flag(error)) from None
+
+
 def _run(work: Plan, server_args: Any) -> NoReturn:
     from fathom.server.app import launch
 
     def ready(engine: dict[str, Any]) -> None:
         _verify_engine(engine)
+        _learn_lacking(work.face, engine["fathom"])
         print(
             f"Fathom is ready: {server_args.url()} (model {work.name}, policy {work.face.default.preset})",
             flush=True,
@@ -274,6 +301,16 @@ def _verify_engine(first_report: dict[str, Any]) -> None:
         print(f"fathom serve: error: {error}", file=sys.stderr, flush=True)
         stop_children()
         os._exit(checks.SEAM)
+
+
+def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
+    """What the engine's own report says it cannot do; end everything if the default policy asks for that."""
+    try:
+        face.learn(replace(face.limits, lacking=report.get("lacking", {})))
+    except config.PolicyError as error:
+        print(f"fathom serve: error: {config.as_flag(error)}", file=sys.stderr, flush=True)
+        stop_children()
+        os._exit(checks.USAGE)
 
 
 def _engine_error(error: Exception) -> StartError:

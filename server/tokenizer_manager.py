@@ -4,12 +4,13 @@ import copy
 import re
 import sys
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 
-from fathom.runtime.config import Limits, Policy
+from fathom.runtime.config import Policy
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
 from fathom.server.routes import OTHER
@@ -29,7 +30,7 @@ class FathomTokenizerManager(TokenizerManager):
         self.face = face
         self.request_metrics: RequestMetrics | None = None
         super().__init__(server_args, port_args)
-        face.limits = Limits(layers=self.model_config.num_hidden_layers)
+        face.limits = replace(face.limits, layers=self.model_config.num_hidden_layers)
 
     def init_metric_collector_watchdog(self) -> None:
         super().init_metric_collector_watchdog()
@@ -46,7 +47,9 @@ class FathomTokenizerManager(TokenizerManager):
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
-            apply_policy(obj, context.policy if context else self.face.default)
+            policy = context.policy if context else self.face.default
+            refuse_prompt_outputs(obj, policy)
+            apply_policy(obj, policy)
         stream = super().generate_request(obj, request)
         first = True
         try:
@@ -171,6 +174,28 @@ def is_prefix_request(tokenized_obj: Any, obj: Any) -> bool:
         return False
     asked = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
     return asked.get("max_new_tokens") != 0
+
+
+def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
+    """Refuse what needs an output for every prompt token under a policy that does not compute them all.
+
+    Raises:
+        ValueError: naming what was asked for.
+    """
+    if not policy.drops_tokens:
+        return
+    asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]
+    starts = obj.logprob_start_len if isinstance(obj.logprob_start_len, list) else [obj.logprob_start_len]
+    if any(asked) and any(start is not None and start >= 0 for start in starts):
+        raise ValueError(
+            "log-probabilities of the prompt cannot be had under a policy that drops prompt tokens; "
+            'leave them out, or ask with "fathom": {"preset": "exact"}'
+        )
+    if obj.return_hidden_states:
+        raise ValueError("hidden states cannot be had under a policy that drops prompt tokens")
+    sampling = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+    if any((item.get("beam_width") or 1) > 1 for item in sampling):
+        raise ValueError("beam search cannot be had under a policy that drops prompt tokens")
 
 
 def apply_policy(obj: GenerateReqInput, policy: Policy) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
 from fathom.runtime.kv.prefix import SharedPages
 from fathom.runtime.kv.tables import Tables
-from fathom.runtime.plan import FIXED, PrefillPlan, deep_tokens
+from fathom.runtime.plan import FIXED, SCORED, PrefillPlan, deep_tokens, tokens_per_span
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Growth:
     """What one engine step adds to one request.
 
     Attributes:
-        row: the engine's request row, already open.
+        row: the engine's request row. One that is not open is dense (SGLang's beams have rows of their own).
         begin, end: positions of the new tokens.
         virtual: [pages] ids of the virtual pages that are new for these tokens.
     """
@@ -40,10 +40,14 @@ class Owner:
 
 
 def private_tokens(plan: PrefillPlan, span: int, length: int, prompt_tokens: int) -> int:
-    """Entries that a private span holds once ``length`` tokens have been computed; 0 for a SCORED step's."""
+    """Entries that a private span holds once ``length`` tokens have been computed; the most, if they are SCORED."""
     step = plan.step_of_span(span)
     assert step is not None, "a shared span has no private entries"
-    return deep_tokens(step, length, prompt_tokens) if step.kind == FIXED else 0
+    if step.kind == FIXED:
+        return deep_tokens(step, length, prompt_tokens)
+    if length < prompt_tokens:
+        return 0
+    return tokens_per_span(plan, prompt_tokens)[span] + length - prompt_tokens
 
 
 def pages_held(plan: PrefillPlan, length: int, prompt_tokens: int, page_size: int) -> int:
@@ -69,7 +73,7 @@ class KvMemory:
     def __init__(self, pages: int, page_size: int, spans: int, virtual_pages: int) -> None:
         self.page_size = page_size
         self.spans = spans
-        self.pool = PagePool(pages, page_size)
+        self.pool = PagePool(pages, page_size, arenas=spans)
         self.shared = SharedPages(self.pool, spans, virtual_pages)
         self.tables = Tables(self.pool, spans)
         self.owners: dict[int, Owner] = {}
@@ -98,7 +102,7 @@ class KvMemory:
         """Physical pages that :meth:`grow` would take."""
         total = 0
         for step in growth:
-            total += self.owners[step.row].plan.shared_spans * len(step.virtual)
+            total += self.tables.first_private(step.row) * len(step.virtual)
             total += sum(self.tables.need(step.row, span, count) for span, count in self._private(step))
         return total
 
@@ -113,7 +117,7 @@ class KvMemory:
             raise OutOfPages(f"{needed} KV pages needed, {self.pool.free} of {self.pool.total} free")
         by_depth: dict[int, list[np.ndarray]] = {}
         for step in growth:
-            by_depth.setdefault(self.owners[step.row].plan.shared_spans, []).append(step.virtual)
+            by_depth.setdefault(self.tables.first_private(step.row), []).append(step.virtual)
         for depth, virtual in by_depth.items():
             self.shared.back(np.concatenate(virtual), depth)
         for step in growth:
@@ -122,11 +126,12 @@ class KvMemory:
 
     def _private(self, step: Growth) -> list[tuple[int, int]]:
         """(span, new entries) of each private span that grows."""
-        owner = self.owners[step.row]
         found = []
         for span in self.tables.lengths(step.row):
-            if owner.plan.step_of_span(span) is None:  # made private by retention: the mechanism appends
-                continue
+            owner = self.owners[step.row]
+            decided = owner.plan.step_of_span(span)
+            if decided is None or decided.kind == SCORED:
+                continue  # by retention or by scores: the mechanism itself knows how many entries there are
             before = private_tokens(owner.plan, span, step.begin, owner.prompt_tokens)
             count = private_tokens(owner.plan, span, step.end, owner.prompt_tokens) - before
             if count:

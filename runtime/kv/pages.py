@@ -35,46 +35,62 @@ def slots_of(pages: np.ndarray, page_size: int, begin: int, end: int) -> np.ndar
 class PagePool:
     """The free list, and how many owners each page has.
 
+    The list is kept in arenas, one per span: ranges of neighbouring pages from which a span is served first, so
+    that the tokens of a request lie together at each span. Any arena serves any span when the span's own is empty.
+
     Attributes:
         total: pages that can be handed out (the dummy page not counted).
         page_size: tokens per page.
+        arenas: number of arenas.
     """
 
-    def __init__(self, total: int, page_size: int) -> None:
+    def __init__(self, total: int, page_size: int, arenas: int = 1) -> None:
         self.total = total
         self.page_size = page_size
+        self.arenas = arenas
         self.clear()
 
     def clear(self) -> None:
         """Forget all owners."""
-        # A stack whose top is its end. Lowest first, so that a fresh pool hands out ascending runs.
-        self._stack = np.arange(self.total, 0, -1, dtype=np.int32)
-        self._free = self.total
+        pages = np.arange(1, self.total + 1, dtype=np.int32)
+        # Stacks whose top is their end. Lowest first, so that a fresh pool hands out ascending runs.
+        self._stacks = [pages[self._arena_of(pages) == arena][::-1].copy() for arena in range(self.arenas)]
+        self._free = [len(stack) for stack in self._stacks]
         self._owners = np.zeros(self.total + 1, np.int32)
 
     @property
     def free(self) -> int:
         """Pages in the free list."""
-        return self._free
+        return sum(self._free)
 
     def free_pages(self) -> np.ndarray:
         """[free] int32, for audits."""
-        return self._stack[: self._free].copy()
+        return np.concatenate([stack[:free] for stack, free in zip(self._stacks, self._free, strict=True)])
 
     def owners(self, pages: np.ndarray) -> np.ndarray:
         """How many owners each of ``pages`` has."""
         return self._owners[pages]
 
-    def take(self, count: int) -> np.ndarray:
-        """[count] int32 pages, each with one owner.
+    def take(self, count: int, arena: int = 0) -> np.ndarray:
+        """[count] int32 pages, each with one owner, from this arena as far as it goes.
 
         Raises:
             OutOfPages: when there are too few; nothing is taken then.
         """
-        if count > self._free:
-            raise OutOfPages(f"{count} KV pages needed, {self._free} of {self.total} free")
-        pages = self._stack[self._free - count : self._free][::-1].copy()
-        self._free -= count
+        if count > self.free:
+            raise OutOfPages(f"{count} KV pages needed, {self.free} of {self.total} free")
+        parts: list[np.ndarray] = []
+        missing = count
+        order = [arena]
+        if count > self._free[arena]:
+            order += sorted(set(range(self.arenas)) - {arena}, key=lambda other: -self._free[other])
+        for source in order:
+            free = self._free[source]
+            use = min(missing, free)
+            parts.append(self._stacks[source][free - use : free][::-1])
+            self._free[source] = free - use
+            missing -= use
+        pages = np.concatenate(parts)
         self._owners[pages] = 1
         return pages
 
@@ -91,6 +107,13 @@ class PagePool:
         left = self._owners[pages]
         assert (left >= 0).all() and pages.min() > 0, "a page was given back more often than it was taken"
         gone = pages[left == 0]
-        # Reversed, so that they are handed out again in the order in which they stand in a table.
-        self._stack[self._free : self._free + len(gone)] = gone[::-1]
-        self._free += len(gone)
+        arena_of = self._arena_of(gone)
+        for arena in range(self.arenas):
+            # Reversed, so that they are handed out again in the order in which they stand in a table.
+            mine = gone[arena_of == arena][::-1] if self.arenas > 1 else gone[::-1]
+            free = self._free[arena]
+            self._stacks[arena][free : free + len(mine)] = mine
+            self._free[arena] = free + len(mine)
+
+    def _arena_of(self, pages: np.ndarray) -> np.ndarray:
+        return (pages.astype(np.int64) - 1) * self.arenas // max(self.total, 1)

@@ -8,7 +8,7 @@ Nothing above that is ever reachable from a virtual slot.
 
 import numpy as np
 
-from fathom.runtime.kv.pages import PagePool
+from fathom.runtime.kv.pages import OutOfPages, PagePool
 
 UNBACKED = 0  # the dummy page
 
@@ -32,8 +32,6 @@ class SharedPages:
     def back(self, virtual: np.ndarray, spans: int) -> None:
         """Give each of these virtual pages a physical page at the spans ``0 .. spans - 1``.
 
-        The pages of one span are handed out together, so that they tend to be one run.
-
         Args:
             virtual: [pages] ids, unbacked so far.
 
@@ -43,7 +41,11 @@ class SharedPages:
         if spans == 0 or len(virtual) == 0:
             return
         assert not self.backing[0, virtual].any(), "a virtual page is backed twice"
-        self.backing[:spans, virtual] = self.pool.take(spans * len(virtual)).reshape(spans, -1)
+        if spans * len(virtual) > self.pool.free:
+            needed = f"{spans * len(virtual)} KV pages needed"
+            raise OutOfPages(f"{needed}, {self.pool.free} of {self.pool.total} free")
+        for span in range(spans):
+            self.backing[span, virtual] = self.pool.take(len(virtual), span)
 
     def release(self, virtual: np.ndarray) -> int:
         """Give back whatever backs these virtual pages; the number of physical pages that were let go."""

@@ -65,8 +65,8 @@ class Tables:
         self._first[row] = first
 
     def first_private(self, row: int) -> int:
-        """The first private span of a row; ``spans`` where there is none."""
-        return self._first[row]
+        """The first private span of a row; ``spans`` where there is none, as for a row that was never opened."""
+        return self._first.get(row, self.spans)
 
     def length(self, row: int, span: int) -> int:
         """Entries of a table."""
@@ -74,7 +74,7 @@ class Tables:
 
     def lengths(self, row: int) -> dict[int, int]:
         """Entries per private span."""
-        return {span: table.length for span, table in self._rows[row].items()}
+        return {span: table.length for span, table in self._rows.get(row, {}).items()}
 
     def need(self, row: int, span: int, count: int) -> int:
         """Pages that :meth:`append` would take for ``count`` more entries, a copy of a shared page included."""
@@ -95,7 +95,7 @@ class Tables:
         """
         table, size = self._rows[row][span], self.pool.page_size
         copies = bool(count) and self._shares_last_page(table)
-        fresh = self.pool.take(self.need(row, span, count))
+        fresh = self.pool.take(self.need(row, span, count), span)
         copy = None
         if copies:
             source = table.pages[-1:].copy()
@@ -127,7 +127,7 @@ class Tables:
         Raises:
             OutOfPages: nothing is changed then.
         """
-        pages = self.pool.take(pages_of(count, self.pool.page_size))
+        pages = self.pool.take(pages_of(count, self.pool.page_size), span)
         old = self._rows[row].get(span, Table())
         self._rows[row][span] = Table(pages, count)
         self._first[row] = min(self._first[row], span)
@@ -162,7 +162,7 @@ class Tables:
 
     def pages(self, row: int, span: int | None = None) -> np.ndarray:
         """Pages of one table, or of all tables of a row."""
-        tables = self._rows[row]
+        tables = self._rows.get(row, {})
         if span is not None:
             return tables[span].pages
         return np.concatenate([table.pages for table in tables.values()] or [np.zeros(0, np.int32)])

@@ -4,15 +4,17 @@ It is registered under SGLang's name ``torch_native``: SGLang takes any backend 
 launches Triton kernels, so this slot is the one that keeps every helper on its PyTorch path.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
-from fathom.kernels.decode_attention import DecodePlan, decode_attention, plan_decode, warm_up
+from fathom.kernels.decode_attention import decode_attention, plan_decode_packed, warm_up
 from fathom.kernels.extend_attention import extend_attention
+from fathom.runtime.kv.view import Batch, SpanView, view
 from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 
 if TYPE_CHECKING:
@@ -20,34 +22,30 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-
-@dataclass
-class StepPlan:
-    """What every layer of one step reads: built once per step.
-
-    decode: rows and lengths of the page table and, per window size, the decode work list.
-    extend: per request the rows of the packed query, and its KV slots as a slice of the pool (one contiguous run)
-        or as an index tensor.
-    """
-
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    decode: dict[int, DecodePlan] = field(default_factory=dict)
-    extend: list[tuple[slice, slice | torch.Tensor]] = field(default_factory=list)
+Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, SpanView], None]
+"""Sees a layer's prefill attention: layer, rotated queries [rows, heads, head_dim], the pool's keys and values
+[slots, kv_heads, head_dim], and the view that says which row belongs to which request and where its keys are."""
 
 
-def slots_of(page_table_row: torch.Tensor) -> slice | torch.Tensor:
-    """The slots as a slice when they are one ascending run, so that reading them copies nothing."""
-    first, count = int(page_table_row[0]), len(page_table_row)
-    if int(page_table_row[-1]) - first == count - 1 and bool((page_table_row.diff() == 1).all()):
-        return slice(first, first + count)
-    return page_table_row.long()
+def _runs(span_view: SpanView) -> list[tuple[slice, slice | torch.Tensor]]:
+    """Per segment its rows of the packed query, and its KV slots: a slice of the pool where they are one ascending
+    run, so that reading them copies nothing, else an index."""
+    if "runs" not in span_view.cache:
+        found = []
+        for i in range(len(span_view.query) - 1):
+            slots = span_view.slots[span_view.entry[i] : span_view.entry[i + 1]]
+            first, count = int(slots[0]), len(slots)
+            run = int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all())
+            keys = slice(first, first + count) if run else torch.from_numpy(slots.astype(np.int64))
+            found.append((slice(int(span_view.query[i]), int(span_view.query[i + 1])), keys))
+        span_view.cache["runs"] = found
+    return span_view.cache["runs"]
 
 
 class CpuAttentionBackend(AttentionBackend):
     """Paged attention on the CPU: float32, bfloat16 and float16, GQA, sliding windows, chunked prefill."""
 
-    plan: StepPlan
+    batch: Batch
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()
@@ -60,6 +58,9 @@ class CpuAttentionBackend(AttentionBackend):
             )
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.kv_pool = model_runner.token_to_kv_pool
+        self.memory = model_runner.token_to_kv_pool_allocator.memory
+        self.views: dict[int, SpanView] = {}
+        self.taps: dict[int, Tap] = {}
         warm_up(
             config.num_attention_heads // model_runner.ps.tp_size,
             config.get_num_kv_heads(model_runner.ps.tp_size),
@@ -72,16 +73,25 @@ class CpuAttentionBackend(AttentionBackend):
             cpu_linear.pack(model_runner.model)
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        rows, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-        self.plan = StepPlan(rows, lengths)
-        if forward_batch.forward_mode.is_decode_or_idle():
-            return
-        begin = 0
-        new_tokens = forward_batch.extend_seq_lens_cpu
-        for row, length, new in zip(rows.tolist(), lengths.tolist(), new_tokens, strict=True):
-            packed = slice(begin, begin + int(new))
-            self.plan.extend.append((packed, slots_of(self.req_to_token[row, :length])))
-            begin = packed.stop
+        rows, lengths = forward_batch.req_pool_indices.numpy(), forward_batch.seq_lens.numpy()
+        new = np.ones(len(rows), np.int64)
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            new = np.array(forward_batch.extend_seq_lens_cpu, np.int64)
+        table = self.req_to_token.numpy()
+        virtual = [table[row, :length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        self.set_batch(Batch.plain(rows, lengths, np.concatenate(virtual or [table[0, :0]]), new))
+
+    def set_batch(self, batch: Batch) -> None:
+        """From here on the layers compute these rows."""
+        self.batch = batch
+        self.views = {}
+
+    def view_of(self, layer_id: int) -> SpanView:
+        """What a layer reads and writes in this step."""
+        span = layer_id // self.kv_pool.span
+        if span not in self.views:
+            self.views[span] = view(self.memory, self.batch, span)
+        return self.views[span]
 
     def forward_decode(
         self,
@@ -93,17 +103,19 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        self._store(k, v, layer, forward_batch, save_kv_cache)
-        window = layer.sliding_window_size
-        work = self.plan.decode.get(window)
-        if work is None:
-            work = plan_decode(self.plan.rows, self.plan.lengths, layer.tp_k_head_num, window)
-            self.plan.decode[window] = work
+        span_view = self._store(k, v, layer, save_kv_cache)
+        key = ("decode", layer.tp_k_head_num, layer.sliding_window_size)
+        if key not in span_view.cache:
+            span_view.cache[key] = (
+                torch.from_numpy(span_view.slots).view(1, -1),
+                plan_decode_packed(span_view.entry, layer.tp_k_head_num, layer.sliding_window_size),
+            )
+        slots, work = span_view.cache[key]
         output, _ = decode_attention(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.kv_pool.get_key_buffer(layer.layer_id),
             self.kv_pool.get_value_buffer(layer.layer_id),
-            self.req_to_token,
+            slots,
             work,
             layer.scaling,
         )
@@ -119,12 +131,12 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        self._store(k, v, layer, forward_batch, save_kv_cache)
+        span_view = self._store(k, v, layer, save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         keys = self.kv_pool.get_key_buffer(layer.layer_id)
         values = self.kv_pool.get_value_buffer(layer.layer_id)
-        for packed, slots in self.plan.extend:
+        for packed, slots in _runs(span_view):
             output[packed] = extend_attention(
                 query[packed],
                 keys[slots].to(query.dtype),
@@ -132,6 +144,8 @@ class CpuAttentionBackend(AttentionBackend):
                 layer.scaling,
                 layer.sliding_window_size,
             )
+        if layer.layer_id in self.taps:
+            self.taps[layer.layer_id](layer.layer_id, query, keys, values, span_view)
         return output.view(len(query), -1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -141,16 +155,15 @@ class CpuAttentionBackend(AttentionBackend):
         return False
 
     def _store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool,
-    ) -> None:
+        self, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", save_kv_cache: bool
+    ) -> SpanView:
         if layer.logit_cap > 0 or layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
             raise NotImplementedError(
                 "the CPU attention backend has no logit soft-capping, encoder or cross attention"
             )
+        span_view = self.view_of(layer.layer_id)
         if save_kv_cache and k is not None:
-            self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            if "write" not in span_view.cache:
+                span_view.cache["write"] = torch.from_numpy(span_view.write)
+            self.kv_pool.set_kv_buffer(layer, span_view.cache["write"], k, v)
+        return span_view

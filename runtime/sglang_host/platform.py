@@ -28,12 +28,16 @@ class FathomCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        return MHATokenToKVPool
+        from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
+
+        return DepthKvPool if LAYOUT.used else MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
         from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
+        from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+        from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
-        return CpuPagedAllocator
+        return DepthAllocator if LAYOUT.used else CpuPagedAllocator
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

@@ -14,8 +14,12 @@ torchvision_ops.declare()
 SEAM_EXIT_CODE = 3
 
 
-def install() -> None:
-    """Put our scheduler and, on a machine without a GPU, our attention backend in SGLang's places."""
+def install(depth_span: int | None = None) -> None:
+    """Put our scheduler and, on a machine without a GPU, our attention backend and memory in SGLang's places.
+
+    Args:
+        depth_span: layers per depth page, or None for the model's default.
+    """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers import scheduler as scheduler_module
@@ -29,13 +33,18 @@ def install() -> None:
     on_cpu = isinstance(current_platform, FathomCpuPlatform)
     seeds.install(on_cpu)
     if on_cpu:
-        from fathom.runtime.sglang_host import cpu_ops
+        from sglang.srt.mem_cache import registry
+
+        from fathom.runtime.sglang_host import cpu_ops, kv_tree
         from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+        from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
 
         register_attention_backend("torch_native")(CpuAttentionBackend)
+        LAYOUT.span, LAYOUT.used = depth_span, True
+        registry.default_radix_cache_factory = kv_tree.factory
         cpu_ops.register()
 
 
@@ -50,14 +59,19 @@ def verify_or_exit(role: str) -> None:
         sys.exit(SEAM_EXIT_CODE)
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process, running Fathom's scheduler. Arguments as SGLang's function of this name."""
+def run_scheduler_process(*args: Any, depth_span: int | None = None, **kwargs: Any) -> None:
+    """SGLang's scheduler process, running Fathom's scheduler.
+
+    Args:
+        depth_span: layers per depth page, or None for the model's default. All others as SGLang's function of this
+            name.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install()
+    install(depth_span)
     run(*args, **kwargs)
 
 

@@ -1,14 +1,20 @@
 """Fathom's scheduler: SGLang's, with our worker, our reports, and an honest account of what is running."""
 
+import dataclasses
 import os
 from typing import Any
 
 import sglang
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_serving
 
-from fathom.runtime.sglang_host import seams
+from fathom.runtime.sglang_host import kv_schedule, seams
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
+from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -33,6 +39,23 @@ class FathomScheduler(Scheduler):
         super().init_output_streamer()
         self.output_streamer.ledger = self.tp_worker.ledger
 
+    def init_invariant_checker(self) -> None:
+        super().init_invariant_checker()
+        if isinstance(self.token_to_kv_pool_allocator, DepthAllocator):
+            stock: Any = vars(self)["invariant_checker"]
+            fields = {item.name: getattr(stock, item.name) for item in dataclasses.fields(stock)}
+            self.invariant_checker = DepthInvariantChecker(**fields)
+
+    def init_req_max_new_tokens(self, req: Req) -> None:
+        asked = req.sampling_params.max_new_tokens
+        super().init_req_max_new_tokens(req)
+        allocator = self.token_to_kv_pool_allocator
+        if isinstance(allocator, DepthAllocator) and not (plan := allocator.plan_of(req)).dense:
+            prompt = len(req.origin_input_ids)
+            longest = min(self.max_req_len - 1, kv_schedule.most_tokens(allocator, plan, prompt))
+            wanted = longest if asked is None else asked
+            req.sampling_params.max_new_tokens = max(0, min(wanted, longest - prompt))
+
     def get_init_info(self) -> dict[str, Any]:
         return super().get_init_info() | {"fathom": self.fathom_state()}
 
@@ -44,7 +67,6 @@ class FathomScheduler(Scheduler):
     def fathom_state(self) -> dict[str, Any]:
         """What this process runs, told by its own objects (JSON-safe)."""
         runner = self.tp_worker.model_runner
-        pool = runner.token_to_kv_pool
         return {
             "pid": os.getpid(),
             "scheduler": _name(self),
@@ -54,15 +76,51 @@ class FathomScheduler(Scheduler):
             "platform": _name(current_platform),
             "sglang": sglang.__version__,
             "seams": len(seams.rows("scheduler")),
-            "kv_pool": {
-                "tokens": pool.size,
-                "page_size": pool.page_size,
-                "layers": pool.layer_num,
-                "free": self.token_to_kv_pool_allocator.available_size(),
-                "cached": self.tree_cache.evictable_size(),
-                "held": self.tree_cache.protected_size(),
-                "bytes_per_token": self.tp_worker.ledger.kv_shape.bytes_per_token,
-            },
+            "lacking": self._lacking(),
+            "kv_pool": self._kv_pool(),
             "steps": dict(self.tp_worker.ledger.totals),
             "open_accounts": len(self.tp_worker.ledger),
         }
+
+    def _lacking(self) -> dict[str, str]:
+        """Mechanisms that this model or machine cannot run, with the reason."""
+        config = self.model_config
+        reasons = {
+            "KV is not in depth pages on this machine": not isinstance(
+                self.token_to_kv_pool_allocator, DepthAllocator
+            ),
+            "the model has no split prefill": not hasattr(
+                self.tp_worker.model_runner.model, "forward_split_prefill"
+            ),
+            "the model has sliding-window layers": bool(self.tp_worker.model_runner.sliding_window_size),
+            "LoRA adapters are on": self.enable_lora,
+            "streaming sessions are on": get_serving().enable_streaming_session,
+            "the model is spread over pipeline stages": self.ps.pp_size > 1,
+            "the model takes images or sound": config.is_multimodal,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        return {"SPEED": "; ".join(found)} if found else {}
+
+    def _kv_pool(self) -> dict[str, Any]:
+        """The KV pool: in tokens as SGLang counts them, and in pages."""
+        pool = self.tp_worker.model_runner.token_to_kv_pool
+        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
+        state = {
+            "tokens": self.max_total_num_tokens,
+            "page_size": pool.page_size,
+            "layers": pool.layer_num,
+            "free": allocator.available_size(),
+            "cached": tree.evictable_size(),
+            "held": self.max_total_num_tokens - allocator.available_size() - tree.evictable_size(),
+            "bytes_per_token": self.tp_worker.ledger.kv_shape.bytes_per_token,
+        }
+        if isinstance(allocator, DepthAllocator):
+            is_tree = isinstance(tree, DepthRadixCache)
+            found = allocator.audit(tree.cached_slots() if is_tree else None)
+            state["depth_pages"] = dataclasses.asdict(found) | {
+                "span": pool.span,
+                "page_bytes": pool.bytes_per_page,
+                "evictable": tree.evictable_pages if is_tree else 0,
+                "open_rows": len(allocator.memory.tables),
+            }
+        return state

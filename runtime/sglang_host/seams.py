@@ -8,12 +8,22 @@ the first difference, and the caller ends the process.
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
+from fathom.runtime.sglang_host.seam import (
+    DETOKENIZER,
+    SCHEDULER,
+    SERVER,
+    Seam,
+    SeamError,
+    reads_attributes,
+    reads_global,
+    relies_on,
+)
 
 SGLANG_VERSION = "0.5.20"
 
-SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
 ROLES = (SERVER, SCHEDULER, DETOKENIZER)
 
 
@@ -32,50 +42,9 @@ ROTARY_CLASSES = tuple(
 )
 
 
-class SeamError(RuntimeError):
-    """Something of SGLang that Fathom relies on is missing or not as it was."""
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One dependency on SGLang's insides.
-
-    Attributes:
-        target: ``module:attribute.path`` below ``sglang.srt``.
-        use: what we do with it: subclass, override, call, replace, register or read.
-        why: what breaks without it.
-        roles: the processes that rely on it.
-        parameters: the parameter names of a function, in order, ``self`` left out; None where it is no function.
-        check: a property the object must have besides, as a predicate.
-    """
-
-    target: str
-    use: str
-    why: str
-    roles: tuple[str, ...]
-    parameters: tuple[str, ...] | None = None
-    check: Callable[[Any], bool] | None = None
-
-
-def _seam(
-    roles: str, target: str, use: str, why: str, parameters: str | None = None, check: Any = None
-) -> Seam:
-    names = None if parameters is None else tuple(parameters.split())
-    return Seam(target, use, why, tuple(roles.split()), names, check)
-
-
-def _reads_attributes(names: str) -> Callable[[Any], bool]:
-    """Whether a method reads these attributes, in the code or by a name in quotes."""
-    return lambda method: set(names.split()) <= {*method.__code__.co_names, *method.__code__.co_consts}
-
-
-def _reads_global(name: str) -> Callable[[Any], bool]:
-    return lambda function: name in function.__code__.co_names
-
-
 LEDGER: tuple[Seam, ...] = (
     # --- the HTTP process ---
-    _seam(
+    relies_on(
         SERVER,
         "entrypoints.http_server:launch_server",
         "call",
@@ -83,43 +52,43 @@ LEDGER: tuple[Seam, ...] = (
         "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func "
         "execute_warmup_func launch_callback",
     ),
-    _seam(
+    relies_on(
         SERVER,
         "entrypoints.http_server:app",
         "register",
         "our middleware and routes are added to SGLang's FastAPI application",
         check=lambda app: isinstance(app.user_middleware, list) and hasattr(app, "add_exception_handler"),
     ),
-    _seam(
+    relies_on(
         SERVER,
         "entrypoints.http_server:_setup_and_run_http_server",
         "read",
         "serves the module's application object and publishes the scheduler's own report",
         check=lambda f: {"app", "set_global_state"} <= set(f.__code__.co_names),
     ),
-    _seam(
+    relies_on(
         SERVER,
         "entrypoints.engine:init_tokenizer_manager",
         "call",
         "builds our tokenizer manager",
         "server_args port_args TokenizerManagerClass",
     ),
-    _seam(SERVER, "server_args:prepare_server_args", "call", "parses SGLang's own flags", "argv"),
-    _seam(
+    relies_on(SERVER, "server_args:prepare_server_args", "call", "parses SGLang's own flags", "argv"),
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.generate_request",
         "override",
         "carries the policy into the request and the report out",
         "obj request",
     ),
-    _seam(
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.update_request_meta_info",
         "override",
         "receives the scheduler's report",
         "meta_info state customized_info index finish_reason",
     ),
-    _seam(
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.collect_metrics",
         "override",
@@ -127,7 +96,9 @@ LEDGER: tuple[Seam, ...] = (
         "state recv_obj i",
     ),
     *(
-        _seam(SERVER, f"managers.tokenizer_manager:TokenizerManager.{method}", "override", why, parameters)
+        relies_on(
+            SERVER, f"managers.tokenizer_manager:TokenizerManager.{method}", "override", why, parameters
+        )
         for method, why, parameters in (
             ("init_metric_collector_watchdog", "creates our metrics once SGLang's are set up", ""),
             ("_init_req_state", "opens the account of each generation", "obj request"),
@@ -137,7 +108,7 @@ LEDGER: tuple[Seam, ...] = (
             ("sigterm_watchdog", "bounds the time that running requests have after SIGTERM", ""),
         )
     ),
-    _seam(
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:SignalHandler.running_phase_sigquit_handler",
         "override",
@@ -159,46 +130,48 @@ LEDGER: tuple[Seam, ...] = (
         check=lambda c: {"obj", "finished", "time_stats", "dispatched"} <= set(c.__dataclass_fields__),
     ),
     # --- the engine process: who runs ---
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler:run_scheduler_process",
         "call",
         "runs whatever class its module calls Scheduler, which is how ours gets to run",
         "server_args port_args gpu_id tp_rank attn_cp_rank moe_dp_rank moe_ep_rank pp_rank dp_rank pipe_writer "
         "display_tp_rank display_dp_rank display_moe_ep_rank",
-        _reads_global("Scheduler"),
+        reads_global("Scheduler"),
     ),
-    _seam(SCHEDULER, "managers.scheduler:Scheduler", "replace", "ours takes its name", check=inspect.isclass),
-    _seam(
+    relies_on(
+        SCHEDULER, "managers.scheduler:Scheduler", "replace", "ours takes its name", check=inspect.isclass
+    ),
+    relies_on(
         SCHEDULER,
         "managers.scheduler:Scheduler.init_model_worker",
         "read",
         "calls the hook that builds the worker",
         "",
-        _reads_global("init_tp_model_worker"),
+        reads_global("init_tp_model_worker"),
     ),
-    _seam(
+    relies_on(
         SCHEDULER, "managers.scheduler:Scheduler.init_tp_model_worker", "override", "builds our worker", ""
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler:Scheduler.init_output_streamer",
         "override",
         "hands the ledger to our streamer",
         "",
-        _reads_global("get_output_streamer_class"),
+        reads_global("get_output_streamer_class"),
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler:Scheduler.get_output_streamer_class",
         "override",
         "names our streamer",
         "",
     ),
-    _seam(
+    relies_on(
         SCHEDULER, "managers.scheduler:Scheduler.get_init_info", "override", "reports what runs, at start", ""
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler:Scheduler.get_internal_state",
         "override",
@@ -206,49 +179,49 @@ LEDGER: tuple[Seam, ...] = (
         "recv_req",
     ),
     # --- the engine process: the step ---
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.tp_worker:TpModelWorker.forward_batch_generation",
         "override",
         "the engine step",
         "batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init capture_hidden_mode",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.tp_worker:TpModelWorker.alloc_memory_pool",
         "override",
         "the moment from which the size of the KV cache is known",
         "memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.schedule_batch:ReqKvInfo",
         "read",
         "KV slots a request holds",
         check=lambda c: "kv_allocated_len" in c.__dataclass_fields__,
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.stream_output",
         "override",
         "sees each step's tokens: time of the first one",
         "reqs return_logprob skip_req",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.build_additional_customized_info",
         "override",
         "sends the report with the last tokens",
         "reqs",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "sampling.sampling_batch_info:SamplingBatchInfo.adjusted_from_schedule_batch",
         "replace",
         "a request's seed counts",
         "batch vocab_size",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "sampling.sampling_batch_info:SamplingBatchInfo.merge_batch",
         "replace",
@@ -256,7 +229,7 @@ LEDGER: tuple[Seam, ...] = (
         "other",
         lambda f: "sampling_seed" in str(f.__code__.co_consts),
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.sampler:murmur_hash32",
         "replace",
@@ -264,14 +237,14 @@ LEDGER: tuple[Seam, ...] = (
         "seed positions col_indices",
     ),
     # --- the engine process: a machine without a GPU ---
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.attention.attention_registry:ATTENTION_BACKENDS",
         "register",
         "our CPU backend takes the slot torch_native",
         check=lambda registry: "torch_native" in registry,
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "utils.common:support_triton",
         "read",
@@ -279,70 +252,70 @@ LEDGER: tuple[Seam, ...] = (
         "backend",
         lambda f: not f("torch_native"),
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.attention.base_attn_backend:AttentionBackend.init_forward_metadata",
         "override",
         "the step's plan is made here",
         "forward_batch",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.attention.base_attn_backend:AttentionBackend.forward_decode",
         "override",
         "decode attention",
         "q k v layer forward_batch save_kv_cache kwargs",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.attention.base_attn_backend:AttentionBackend.forward_extend",
         "override",
         "prefill attention",
         "q k v layer forward_batch save_kv_cache kwargs",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer",
         "call",
         "stores new keys and values",
         "layer loc_info cache_k cache_v k_scale v_scale layer_id_override dcp_kv_mask",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "mem_cache.memory_pool:MHATokenToKVPool.get_kv_size_bytes",
         "call",
         "size of the KV cache",
         "",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_extend",
         "override",
         "allocation without Triton",
         "prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.alloc_decode",
         "override",
         "allocation without Triton",
         "seq_lens seq_lens_cpu last_loc",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "mem_cache.allocator.paged:alloc_extend_naive",
         "call",
         "SGLang's own allocation in PyTorch",
         "prefix_lens seq_lens last_loc free_pages out_indices page_size device",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.layernorm:BaseFusedOp.register_oot_forward",
         "call",
         "our kernels run as the forward of SGLang's layers",
         "op_cls fn platform_key",
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.layernorm:BaseFusedOp._resolve_forward_method",
         "read",
@@ -350,21 +323,21 @@ LEDGER: tuple[Seam, ...] = (
         "",
         lambda f: "_oot_forward_registry" in f.__code__.co_names,
     ),
-    _seam(
+    relies_on(
         SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.layernorm:RMSNorm.forward_native",
         "replace",
         "RMSNorm and the residual before it in one pass",
         "x residual post_residual_addition quant_linear",
-        _reads_attributes(
+        reads_attributes(
             "variance_size_override cast_x_before_out_mul fp32_residual override_orig_dtype hidden_size "
             "weight variance_epsilon"
         ),
     ),
-    _seam(
+    relies_on(
         SCHEDULER,
         "layers.activation:SiluAndMul.forward_native",
         "replace",
@@ -372,26 +345,27 @@ LEDGER: tuple[Seam, ...] = (
         "x",
     ),
     *(
-        _seam(
+        relies_on(
             SCHEDULER,
             f"{place}.forward_native",
             "replace",
             "rotary embedding of queries and keys in one pass",
             "positions query key offsets fused_set_kv_buffer_arg",
-            _reads_attributes("sin_cos_cache cos_sin_cache head_size rotary_dim is_neox_style"),
+            reads_attributes("sin_cos_cache cos_sin_cache head_size rotary_dim is_neox_style"),
         )
         for place in ROTARY_CLASSES
     ),
     *(
-        _seam(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")
+        relies_on(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")
         for method, why in (
             ("get_default_attention_backend", "names the CPU's attention backend"),
             ("get_mha_kv_pool_cls", "names the KV pool of an out-of-tree platform"),
             ("get_paged_allocator_cls", "names the allocator of an out-of-tree platform"),
         )
     ),
+    *KV_SEAMS,
     # --- the detokenizer ---
-    _seam(
+    relies_on(
         DETOKENIZER,
         "managers.detokenizer_manager:run_detokenizer_process",
         "call",

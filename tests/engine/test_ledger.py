@@ -2,7 +2,7 @@
 
 import gc
 
-from fathom.runtime.ledger import KvShape, RequestLedger
+from fathom.runtime.ledger import Held, KvShape, RequestLedger
 
 
 class Request:
@@ -14,16 +14,18 @@ def test_counters_add_up_and_the_report_closes_the_account():
     request = Request()
     account = ledger.open(request, {"preset": "exact"})
     assert ledger.open(request, {}) is account
-    ledger.prefilled(account, 30, 30)
-    ledger.prefilled(account, 12, 42)
+    ledger.prefilled(account, 30, Held(3000, 3000))
+    ledger.prefilled(account, 12, Held(4200, 4200))
     ledger.first_token(request)
     first = account.first_token_time
     ledger.first_token(request)
-    ledger.decoded(account, 43)
+    ledger.decoded(account, Held(3000, 4300))
     assert len(ledger) == 1
     report = ledger.report(request, prompt_tokens=42, cached_tokens=0)
     assert report["policy"] == {"preset": "exact"}
-    assert (report["prefill_steps"], report["decode_steps"], report["kv_bytes"]) == (2, 1, 4300)
+    assert (report["prefill_steps"], report["decode_steps"]) == (2, 1)
+    assert (report["kv_bytes"], report["kv_bytes_dense"]) == (3000, 4300)
+    assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
     assert ledger.totals == {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
     assert len(ledger) == 0

@@ -22,6 +22,18 @@ def test_a_fresh_pool_hands_out_one_ascending_run():
     assert pool.free == 3
 
 
+def test_each_span_grows_in_its_own_arena_until_it_is_empty():
+    pool = PagePool(12, 4, arenas=3)
+    assert pool.take(2, 1).tolist() == [5, 6]
+    assert pool.take(1, 0).tolist() == [1]
+    assert pool.take(2, 1).tolist() == [7, 8]
+    assert pool.take(2, 1).tolist() == [9, 10], "the fullest of the others"
+    pool.give_back(np.array([5, 9, 1], np.int32))
+    assert pool.take(1, 1).tolist() == [5]
+    assert pool.take(6, 2).tolist() == [9, 11, 12, 1, 2, 3]
+    assert pool.free == 1
+
+
 def test_slots_follow_the_pages():
     assert slots_of(np.array([5, 2], np.int32), 4, 0, 6).tolist() == [20, 21, 22, 23, 8, 9]
     assert slots_of(np.array([5, 2], np.int32), 4, 3, 5).tolist() == [23, 8]

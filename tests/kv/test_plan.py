@@ -13,9 +13,11 @@ from fathom.runtime.plan import (
     Step,
     build,
     check_nested,
+    choose_span,
     deep_tokens,
     default_span,
     fixed_rows,
+    tokens_per_span,
 )
 
 
@@ -38,6 +40,16 @@ from fathom.runtime.plan import (
 )
 def test_default_span_has_the_papers_cutoffs_on_boundaries(layers, span):
     assert default_span(layers) == span
+
+
+def test_the_operators_span_must_divide_the_layers():
+    assert choose_span(16, None) == 4
+    assert choose_span(16, 8) == 8
+    for asked in (3, 0, 32):
+        with pytest.raises(
+            PlanError, match=rf"--depth-span {asked} does not divide .* legal: 1, 2, 4, 8, 16$"
+        ):
+            choose_span(16, asked)
 
 
 def test_a_policy_becomes_a_plan():
@@ -100,3 +112,14 @@ def test_chunks_add_up_to_the_same_rows(prompt, generated, cuts, prefix, anchor)
         rows += chunk
     expected = list(range(prompt - 1, total))
     assert rows == ([0] if anchor and prompt > 1 else []) + expected
+
+
+def test_tokens_per_span():
+    fastkv = Step(4, "FastKV", kind="scored", rate=0.2, window=8)
+    chunks = Step(0, "SpecPrefill", kind="scored", rate=0.2, unit=32)
+    speed = Step(12, "SPEED")
+    assert tokens_per_span(PrefillPlan(16, 4, (speed,)), 1000) == [1000, 1000, 1000, 2]
+    assert tokens_per_span(PrefillPlan(16, 4, (fastkv, speed)), 1001) == [1001, 201, 201, 2]
+    assert tokens_per_span(PrefillPlan(16, 4, (fastkv,)), 9) == [9, 8, 8, 8]
+    assert tokens_per_span(PrefillPlan(16, 4, (chunks, fastkv)), 1000) == [224, 45, 45, 45]
+    assert tokens_per_span(PrefillPlan(16, 4, (speed,)), 1) == [1, 1, 1, 1]

@@ -67,7 +67,7 @@ MISTAKES = [
         2,
         '--preset: "turbo" is not available in this build; legal: "exact"',
     ),
-    (["serve", "x", "--depth-cutoff", "8"], 2, "--depth-cutoff: SPEED is not available in this build"),
+    (["serve", "x", "--tsp-rate", "0.5"], 2, "--tsp-rate: FastKV is not available in this build"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),

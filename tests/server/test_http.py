@@ -246,7 +246,7 @@ REFUSED = [
         "SpecPrefill is not available in this build; legal: 1.0, got 0.5",
     ),
     ({"fathom": {"lookahead": 0}}, "fathom.lookahead must be an integer in [1, 64], got 0"),
-    ({"fathom": {"depth_cutoff": 3}}, 'SPEED is not available in this build; legal: "full", got 3'),
+    ({"fathom": {"depth_cutoff": 0}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 0'),
     ({"fathom": {"depth_cutoff": 5}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 5'),
     ({"fathom": {"anchors": "x"}}, 'fathom.anchors must be one of "bos", "none", got "x"'),
     ({"fathom": {"tsp_rate": 0.2}}, "FastKV is not available in this build; legal: 1.0, got 0.2"),

@@ -89,8 +89,8 @@ def message_of(path, body):
     [
         ({"prefill_keep_rate": 1.7}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 1.7'),
         (
-            {"depth_cutoff": 4},
-            'fathom.depth_cutoff: SPEED is not available in this build; legal: "full", got 4',
+            {"tsp_rate": 0.5},
+            "fathom.tsp_rate: FastKV is not available in this build; legal: 1.0, got 0.5",
         ),
         ("turbo", 'fathom must be an object, got "turbo"'),
     ],

@@ -203,8 +203,27 @@ def test_flags_come_from_the_fields():
         config.from_arguments(parser.parse_args(["--speculative"]))
 
 
+def test_what_the_model_lacks_is_refused_with_the_reason():
+    lacking = Limits(16, 4, {"SPEED": "the model has sliding-window layers"})
+    match = (
+        r"depth_cutoff: SPEED is not available here \(the model has sliding-window layers\); legal: \"full\""
+    )
+    with pytest.raises(PolicyError, match=match):
+        parse({"depth_cutoff": 8}, Policy(), lacking)
+    assert not config.describe(lacking)["depth_cutoff"]["available"]
+    assert parse({"depth_cutoff": 16}, Policy(), lacking) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("request_object", "drops"),
+    [({}, False), ({"depth_cutoff": 8}, True), ({"tsp_rate": 0.5}, True), ({"decode": "slow_fast"}, False)],
+)
+def test_which_policies_drop_tokens(request_object, drops, every_mechanism):
+    assert parse(request_object, Policy(), LIMITS).drops_tokens is drops
+
+
 def test_the_description_covers_every_field():
     described = config.describe(LIMITS)
     assert described.keys() == config.SPECS.keys()
     assert described["depth_cutoff"]["legal"] == 'an integer in [1, 16] or "full"'
-    assert not described["depth_cutoff"]["available"] and described["preset"]["available"]
+    assert not described["tsp_rate"]["available"] and described["preset"]["available"]

@@ -1,0 +1,106 @@
+"""What the layers of one span read and write in one engine step: built once, read by each of its layers."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fathom.runtime.kv.memory import KvMemory
+from fathom.runtime.kv.prefix import UNBACKED
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one engine step.
+
+    Attributes:
+        rows: [requests] the engine's request rows.
+        lengths: [requests] tokens of each request, the new ones included.
+        virtual: [sum of lengths] virtual slots, request after request, in the order of positions.
+        new: [requests] query rows per request, an anchor that is computed again not counted.
+        again: [requests] whether token 0 is computed again as an additional first row. Its KV below the first
+            narrowing is there already; it is needed above.
+        ghost: [requests] whether the request's one row is kept for its place in the batch only: it reads and writes
+            the dummy page above the first narrowing.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    virtual: np.ndarray
+    new: np.ndarray
+    again: np.ndarray
+    ghost: np.ndarray
+
+    @classmethod
+    def plain(cls, rows: np.ndarray, lengths: np.ndarray, virtual: np.ndarray, new: np.ndarray) -> "Batch":
+        """A batch in which every request computes its last ``new`` tokens and nothing else."""
+        none = np.zeros(len(rows), bool)
+        return cls(rows, lengths, virtual, new, none, none)
+
+
+@dataclass
+class SpanView:
+    """Segments of query rows, each with the entries it reads; the form of FlashInfer's and Triton's index lists.
+
+    The query rows of a segment are the last entries it reads, in order: attention is causal "extend with prefix".
+
+    Attributes:
+        slots: [entries] int32 physical slots, segment after segment, in the order of positions.
+        entry: [segments + 1] int64: where each segment's entries begin in ``slots``.
+        query: [segments + 1] int64: where each segment's rows begin in the packed query.
+        write: [query rows] int64 physical slots that take the rows' keys and values.
+        cache: what a backend derives from this view, by its own keys.
+    """
+
+    slots: np.ndarray
+    entry: np.ndarray
+    query: np.ndarray
+    write: np.ndarray
+    cache: dict = field(default_factory=dict)
+
+
+def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
+    """The view of one span."""
+    private = np.array([memory.tables.first_private(row) <= span for row in batch.rows.tolist()], bool)
+    if private.any() or batch.again.any():
+        return _mixed(memory, batch, span, private)
+    entry = np.concatenate([[0], np.cumsum(batch.lengths)])
+    query = np.concatenate([[0], np.cumsum(batch.new)])
+    slots = memory.shared.slots(span, batch.virtual)
+    if (batch.new == 1).all():
+        write = slots[entry[1:] - 1]
+    else:
+        ends = np.repeat(entry[1:] - query[1:], batch.new)
+        write = slots[ends + np.arange(query[-1])]
+    return SpanView(slots, entry, query, write.astype(np.int64))
+
+
+def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray) -> SpanView:
+    begin = np.concatenate([[0], np.cumsum(batch.lengths)])
+    dummy = np.full(1, UNBACKED, np.int32)
+    parts: list[np.ndarray] = []
+    writes: list[np.ndarray] = []
+    counts: list[int] = []
+
+    def segment(slots: np.ndarray, rows: int, write: np.ndarray | None = None) -> None:
+        if rows:
+            parts.append(slots)
+            counts.append(rows)
+            writes.append(slots[len(slots) - rows :] if write is None else write)
+
+    for i, row in enumerate(batch.rows.tolist()):
+        new, again = int(batch.new[i]), bool(batch.again[i])
+        if private[i]:
+            slots = dummy if batch.ghost[i] else memory.tables.slots(row, span).astype(np.int32)
+            segment(slots, new + again)
+            continue
+        slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1]])
+        if again:
+            segment(slots[:1], 1, dummy)
+        segment(slots, new)
+    empty = np.zeros(0, np.int32)
+    return SpanView(
+        np.concatenate(parts or [empty]),
+        np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        np.concatenate(writes or [empty]).astype(np.int64),
+    )

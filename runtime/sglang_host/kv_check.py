@@ -1,0 +1,43 @@
+"""SGLang's idle leak check, in the units that depth pages are counted in."""
+
+from typing import Any
+
+from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
+
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+
+
+class DepthInvariantChecker(SchedulerInvariantChecker):
+    """SGLang's checker; its sum over tokens is taken over virtual tokens, and physical pages are summed besides.
+
+    What it finds is reported, and ends the process, the way SGLang does it.
+    """
+
+    def _check_full_pool(self, ps: Any, uncached: int = 0) -> tuple[bool, str]:
+        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
+        if not isinstance(allocator, DepthAllocator):
+            return SchedulerInvariantChecker._check_full_pool(self, ps, uncached)
+        is_tree = isinstance(tree, DepthRadixCache)
+        held_by_sessions = self.pool_stats_observer.session_held_tokens()
+        leak, message = self._check_pool_invariant(
+            "virtual",
+            allocator.virtual_size(),
+            tree.evictable_size_ if is_tree else 0,
+            tree.protected_size_ if is_tree else 0,
+            held_by_sessions,
+            allocator.virtual_pages * allocator.page_size,
+            uncached,
+        )
+        found = allocator.audit(tree.cached_slots() if is_tree else None)
+        # Pages stay with nobody but the cache once nothing runs.
+        idle = (
+            uncached == 0
+            and held_by_sessions == 0
+            and len(self.req_to_token_pool.free_slots) == (self.req_to_token_pool.size)
+        )
+        leak |= not found.balanced or (idle and found.held > 0)
+        if is_tree:
+            leak |= idle and tree.evictable_pages != found.cached
+            message += f", evictable pages={tree.evictable_pages}"
+        return leak, f"{message}; [pages] {found}"

@@ -1,0 +1,61 @@
+"""SGLang's KV pool with depth pages: the layers of all spans live in the buffers of one span."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from fathom.runtime.plan import choose_span
+
+
+@dataclass
+class Layout:
+    """How the layers of the served model are cut into spans; set once per process, before the pool is made.
+
+    Attributes:
+        span: layers per span, or None for the default of the model.
+        used: whether this process keeps KV in depth pages; stock SGLang, started for comparison, does not.
+    """
+
+    span: int | None = None
+    used: bool = False
+
+
+LAYOUT = Layout()
+
+
+class DepthKvPool(MHATokenToKVPool):
+    """Keys and values of G layers, shared by the L / G spans of the model.
+
+    Layer l reads and writes ``k_buffer[l]``, which is the buffer of layer l mod G, at the *physical* slots of span
+    l // G. Each buffer is [slots, kv_heads, head_dim] and contiguous, so that a kernel that takes slots needs
+    nothing but the slots of the layer's span.
+
+    Attributes:
+        size: physical slots; a token that is kept at all depths takes one per span.
+        tokens: tokens that fit when all are kept at all depths.
+        span: layers G of a span; spans: their number.
+    """
+
+    def __init__(self, size: int, *args: Any, layer_num: int, **kwargs: Any) -> None:
+        self.tokens = size
+        self.span = choose_span(layer_num, LAYOUT.span)
+        self.spans = layer_num // self.span
+        super().__init__(size * self.spans, *args, layer_num=self.span, **kwargs)
+        self.k_buffer: list[torch.Tensor] = list(self.k_buffer) * self.spans
+        self.v_buffer: list[torch.Tensor] = list(self.v_buffer) * self.spans
+        self.layer_num = layer_num
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of the keys and of the values."""
+        span = self.span
+        return sum(k.nbytes for k in self.k_buffer[:span]), sum(v.nbytes for v in self.v_buffer[:span])
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one depth page: page_size tokens x one span, keys and values."""
+        return sum(self.get_kv_size_bytes()) // (self.size + self.page_size) * self.page_size
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        raise NotImplementedError("depth pages are moved per span, through the tables")

@@ -1,0 +1,246 @@
+"""Where depth pages meet SGLang's scheduler: allocation, admission, and what can never fit.
+
+All of it runs while a batch is composed; a forward only reads the tables.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers import schedule_batch, utils
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.mem_cache import allocation
+
+from fathom.runtime.kv.memory import Growth, pages_held
+from fathom.runtime.kv.pages import pages_of
+from fathom.runtime.plan import PrefillPlan
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.requests import prompt_tokens
+
+_alloc_for_extend = allocation.alloc_for_extend
+_alloc_for_decode = allocation.alloc_for_decode
+_compute_max_prefix_len = Req._compute_max_prefix_len
+
+
+def _new_pages(slots: np.ndarray, page_size: int) -> np.ndarray:
+    """Virtual pages that begin among these slots: a page's first slot is handed out with the page."""
+    return slots[slots % page_size == 0] // page_size
+
+
+def alloc_for_extend(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SGLang's allocation for a prefill batch, with physical pages behind the virtual ones.
+
+    Raises:
+        RuntimeError: as SGLang's, when admission let in more than fits.
+    """
+    allocator: DepthAllocator = batch.token_to_kv_pool_allocator
+    memory, size = allocator.memory, allocator.page_size
+    ends = [begin + new for begin, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    needed = 0
+    for request, begin, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True):
+        plan = allocator.plan_of(request)
+        total = pages_held(plan, end, prompt_tokens(request), size)
+        needed += total - pages_held(plan, begin, prompt_tokens(request), size)
+    _require(allocator, batch.tree_cache, needed, "Prefill")
+    with allocator.physical_pages_seen_to():
+        slots, rows, rows_cpu = _alloc_for_extend(batch)
+    growth, offset, host_slots = [], 0, slots.cpu().numpy()
+    for request, row, begin, end in zip(batch.reqs, rows_cpu.tolist(), batch.prefix_lens, ends, strict=True):
+        if row not in memory.tables:
+            memory.open(row, allocator.plan_of(request), prompt_tokens(request))
+        own = host_slots[offset : offset + end - begin]
+        growth.append(Growth(row, begin, end, _new_pages(own, size)))
+        offset += end - begin
+    memory.grow(growth)
+    return slots, rows, rows_cpu
+
+
+def alloc_for_decode(batch: Any, token_per_req: int) -> torch.Tensor:
+    """SGLang's allocation for a decode step, with physical pages behind the virtual ones.
+
+    Raises:
+        RuntimeError: as SGLang's, when the step was not checked against what is free.
+    """
+    allocator: DepthAllocator = batch.token_to_kv_pool_allocator
+    memory, size = allocator.memory, allocator.page_size
+    rows, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+    needed = allocator.decode_pages(zip(rows, lengths, strict=True), token_per_req)
+    _require(allocator, batch.tree_cache, needed, "Decode")
+    with allocator.physical_pages_seen_to():
+        slots = _alloc_for_decode(batch, token_per_req)
+    per_request = slots.cpu().numpy().reshape(len(rows), token_per_req)
+    memory.grow(
+        [
+            Growth(row, length, length + token_per_req, _new_pages(own, size))
+            for row, length, own in zip(rows, lengths, per_request, strict=True)
+        ]
+    )
+    return slots
+
+
+def _require(allocator: DepthAllocator, tree_cache: Any, pages: int, phase: str) -> None:
+    if not allocator.make_room(tree_cache, pages):
+        free = allocator.memory.pool.free
+        raise RuntimeError(f"{phase} out of memory: {pages} KV pages needed, {free} free and none to evict")
+
+
+class RowLifetime:
+    """Closes a request's tables when SGLang frees its row (``ReqToTokenPool.attach_aux_cache``)."""
+
+    def __init__(self, allocator: DepthAllocator) -> None:
+        self._memory = allocator.memory
+        self.dense_capacity = allocator.size
+
+    def free(self, row: int) -> None:
+        """The request finished, was aborted, or was taken back."""
+        self._memory.close(row)
+
+    def alloc_to_lengths(self, **_: Any) -> None:
+        """Nothing: tables grow where the whole batch is known."""
+
+    def clear(self) -> None:
+        """Every row is free."""
+        for row in list(self._memory.owners):
+            self._memory.close(row)
+
+    def reset_allocator(self) -> None:
+        """The allocator clears its memory itself."""
+
+
+def _dense_tokens(pages: int, allocator: DepthAllocator) -> int:
+    """Tokens at all depths that take as much memory as ``pages`` pages, rounded up."""
+    return -(-pages * allocator.page_size // allocator.memory.spans)
+
+
+def saved_tokens(plan: PrefillPlan, begin: int, end: int, prompt: int, allocator: DepthAllocator) -> int:
+    """How much less the tokens ``begin .. end - 1`` take than at all depths, in tokens at all depths."""
+    size = allocator.page_size
+    pages = pages_held(plan, end, prompt, size) - pages_held(plan, begin, prompt, size)
+    dense = (pages_of(end, size) - pages_of(begin, size)) * size
+    return max(dense - _dense_tokens(pages, allocator), 0)
+
+
+class DepthPrefillAdder(PrefillAdder):
+    """SGLang's admission, where a prompt costs the depth pages of its plan.
+
+    SGLang compares tokens with what is left. While a request is judged, what it saves against being kept at
+    all depths is added to what is left; when it is charged, the same amount is taken off the charge.
+    """
+
+    token_to_kv_pool_allocator: DepthAllocator
+    _saved = 0
+    _share = 1.0
+    _judged: Req | None = None
+
+    @property
+    def rem_total_tokens(self) -> float:
+        return super().rem_total_tokens / self._share + self._saved
+
+    @property
+    def cur_rem_tokens(self) -> float:
+        return super().cur_rem_tokens / self._share + self._saved
+
+    def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> Any:
+        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req, *args, **kwargs)
+
+    def add_one_req_ignore_eos(self, req: Req) -> Any:
+        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req_ignore_eos)
+
+    def add_chunked_req(self, req: Req) -> Any:
+        plan = self.token_to_kv_pool_allocator.plan_of(req)
+        # A chunk may be as long as what is left holds at this request's depth.
+        self._share = max(plan.shared_spans, 1) / plan.spans
+        try:
+            return self._judge(req, len(req.prefix_indices), super().add_chunked_req)
+        finally:
+            self._share = 1.0
+
+    def _judge(self, req: Req, end: int, add: Any, *args: Any, **kwargs: Any) -> Any:
+        allocator = self.token_to_kv_pool_allocator
+        self._judged = req
+        begin, prompt = len(req.prefix_indices), prompt_tokens(req)
+        self._saved = (
+            saved_tokens(allocator.plan_of(req), begin, end, prompt, allocator) if end > begin else 0
+        )
+        try:
+            return add(req, *args, **kwargs)
+        finally:
+            self._judged, self._saved = None, 0
+
+    def _update_prefill_budget(
+        self, prefix_len: int, extend_input_len: int, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._update_prefill_budget(prefix_len, extend_input_len, *args, **kwargs)
+        if self._judged is None:
+            return
+        allocator, req = self.token_to_kv_pool_allocator, self._judged
+        begin = len(req.prefix_indices)
+        saved = saved_tokens(
+            allocator.plan_of(req), begin, begin + extend_input_len, prompt_tokens(req), allocator
+        )
+        self.rem_total_token_offset -= saved
+        self.cur_rem_token_offset -= saved
+
+
+def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
+    """The longest a request can get (prompt and generated tokens) and still be admitted into an empty pool."""
+    size, pages = allocator.page_size, allocator.memory.pool.total
+    low, high = 0, min(allocator.virtual_pages * size, 1 << 31)
+    while low < high:
+        middle = (low + high + 1) // 2
+        # One page per span to spare, as SGLang's admission wants it.
+        if pages_held(plan, middle, prompt, size) + plan.spans < pages:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | None:
+    """Why the request can never be served by this pool, or None when it can."""
+    plan, prompt = allocator.plan_of(request), prompt_tokens(request)
+    if prompt + 1 <= most_tokens(allocator, plan, prompt):
+        return None
+    needed = pages_held(plan, prompt + 1, prompt, allocator.page_size) + plan.spans + 1
+    return (
+        f"The prompt of {prompt} tokens needs {needed} KV pages ({allocator.page_size} tokens x "
+        f"{plan.span} layers each); the pool has {allocator.memory.pool.total}. Use a shorter input."
+    )
+
+
+def validate_input_length(request: Req, max_req_input_len: int, allow_auto_truncate: bool) -> str | None:
+    """SGLang's check of a prompt's length, and after it the check against the pool."""
+    error = utils.validate_input_length(request, max_req_input_len, allow_auto_truncate)
+    if error is not None or _ALLOCATOR is None:
+        return error
+    if allow_auto_truncate:
+        plan = _ALLOCATOR.plan_of(request)
+        while (longest := most_tokens(_ALLOCATOR, plan, prompt_tokens(request)) - 1) < prompt_tokens(request):
+            request.origin_input_ids = request.origin_input_ids[:longest]
+    return refuse_what_never_fits(_ALLOCATOR, request)
+
+
+def max_prefix_len(self: Req, input_len: int) -> int:
+    """SGLang's bound on a prefix hit. Above a narrowing, KV from the last prompt token on is not in the cache."""
+    longest = _compute_max_prefix_len(self, input_len)
+    if _ALLOCATOR is None or _ALLOCATOR.plan_of(self).dense:
+        return longest
+    return min(longest, prompt_tokens(self) - 1)
+
+
+_ALLOCATOR: DepthAllocator | None = None
+
+
+def install(allocator: DepthAllocator, row_pool: Any) -> None:
+    """Put the functions in SGLang's places, for this process's only allocator."""
+    from sglang.srt.managers import scheduler
+
+    global _ALLOCATOR
+    _ALLOCATOR = allocator
+    row_pool.attach_aux_cache(RowLifetime(allocator))
+    schedule_batch.alloc_for_extend = alloc_for_extend
+    schedule_batch.alloc_for_decode = alloc_for_decode
+    Req._compute_max_prefix_len = max_prefix_len
+    scheduler.PrefillAdder = DepthPrefillAdder
+    scheduler.validate_input_length = validate_input_length

@@ -1,0 +1,220 @@
+"""The seams of depth pages: memory, prefix cache, admission, and the spans of a forward."""
+
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
+
+KV_SEAMS: tuple[Seam, ...] = (
+    # --- memory ---
+    relies_on(
+        SCHEDULER,
+        "mem_cache.memory_pool:MHATokenToKVPool.__init__",
+        "override",
+        "buffers of one span stand for those of all spans",
+        "size page_size dtype head_num head_dim layer_num device enable_memory_saver v_head_dim swa_head_num "
+        "swa_head_dim swa_v_head_dim start_layer end_layer enable_alt_stream enable_kv_cache_copy kv_cache_layout "
+        "quant_method post_capture_active allocation_label",
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.memory_pool:MHATokenToKVPool._get_key_buffer",
+        "read",
+        "a layer finds its buffer by its number",
+        "layer_id",
+        reads_attributes("k_buffer start_layer"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.kv_cache_configurator:KVCacheConfigurator._build_oot_mha_kv_pool",
+        "read",
+        "the platform's pool is made with these numbers",
+        "max_total_num_tokens",
+        reads_attributes("get_mha_kv_pool_cls num_effective_layers"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator._release_page_ids",
+        "override",
+        "every free of virtual pages passes here",
+        "page_ids",
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.{method}",
+            "read",
+            "frees end in _release_page_ids",
+            parameters,
+            reads_attributes("_release_page_ids"),
+        )
+        for method, parameters in (
+            ("free", "free_index"),
+            ("free_page_ids", "page_ids"),
+            ("free_group_end", ""),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator.clear",
+        "override",
+        "physical pages are forgotten with the virtual ones, of which there are num_pages",
+        "",
+        reads_attributes("num_pages free_pages"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.allocator.base:BaseTokenToKVPoolAllocator.check_decode_capacity",
+        "override",
+        "whether a decode step fits, in pages",
+        "num_tokens tree_cache requests spec_algorithm",
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.memory_pool:ReqToTokenPool.attach_aux_cache",
+        "call",
+        "private tables are closed with their row",
+        "aux_cache",
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.memory_pool:ReqToTokenPool.free_rows",
+        "read",
+        "finish, abort and retraction all free the row",
+        "indices",
+        reads_attributes("_aux_cache free"),
+    ),
+    # --- the prefix cache ---
+    relies_on(
+        SCHEDULER,
+        "mem_cache.registry:default_radix_cache_factory",
+        "replace",
+        "builds our tree",
+        "ctx",
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.registry:create_tree_cache",
+        "read",
+        "takes the factory from its module",
+        "ctx",
+        reads_global("default_radix_cache_factory"),
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"mem_cache.radix_cache:RadixCache.{method}",
+            "override",
+            "counts what could be evicted in pages",
+            parameters,
+        )
+        for method, parameters in (
+            ("reset", ""),
+            ("evictable_size", ""),
+            ("evict", "params"),
+            ("inc_lock_ref", "node"),
+            ("dec_lock_ref", "node params"),
+            ("_insert_helper", "node key value priority chunked"),
+            ("all_values_flatten", ""),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:Req._compute_max_prefix_len",
+        "replace",
+        "a prefix hit ends before the last prompt token where KV above it is private",
+        "input_len",
+    ),
+    # --- admission and allocation ---
+    *(
+        relies_on(
+            SCHEDULER,
+            f"mem_cache.allocation:{function}",
+            "replace",
+            "physical pages are taken with the virtual ones, before the forward",
+            parameters,
+        )
+        for function, parameters in (
+            ("alloc_for_extend", "batch"),
+            ("alloc_for_decode", "batch token_per_req"),
+        )
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.schedule_batch:ScheduleBatch.{method}",
+            "read",
+            "takes its allocation from its module",
+            "",
+            reads_global(function),
+        )
+        for method, function in (
+            ("prepare_for_extend", "alloc_for_extend"),
+            ("prepare_for_decode", "alloc_for_decode"),
+        )
+    ),
+    *(
+        relies_on(SCHEDULER, f"managers.schedule_policy:PrefillAdder.{method}", "override", why, parameters)
+        for method, why, parameters in (
+            ("add_one_req", "a prompt costs its pages", "req has_chunked_req truncation_align_size"),
+            ("add_one_req_ignore_eos", "a prompt costs its pages", "req"),
+            ("add_chunked_req", "a chunk costs its pages", "req"),
+            (
+                "_update_prefill_budget",
+                "a prompt is charged its pages",
+                "prefix_len extend_input_len max_new_tokens retracted_stain mamba_gap_reserve "
+                "is_chunked_continuation compute_charge",
+            ),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_policy:PrefillAdder._select_prefill_admission",
+        "read",
+        "compares a request's tokens with rem_total_tokens",
+        "req total_tokens host_hit_length swa_host_hit_length truncation_align_size",
+        reads_attributes("rem_total_tokens"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+        "read",
+        "takes PrefillAdder from its module",
+        None,
+        reads_global("PrefillAdder"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:validate_input_length",
+        "replace",
+        "a prompt that can never fit is refused by its pages",
+        "req max_req_input_len allow_auto_truncate",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_req_max_new_tokens",
+        "override",
+        "a shallow request may be longer than the dense tokens that fit",
+        "req",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.tp_worker:TpModelWorker.get_worker_info",
+        "override",
+        "the longest request, in fifth and sixth place",
+        "",
+        reads_attributes("max_context_len forward_stream random_seed"),
+    ),
+    # --- the idle check ---
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_invariant_checker",
+        "override",
+        "puts our check in",
+        "",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler_components.invariant_checker:SchedulerInvariantChecker._check_full_pool",
+        "override",
+        "sums pages besides tokens",
+        "ps uncached",
+    ),
+)

@@ -1,0 +1,104 @@
+"""SGLang's radix cache, counting what it could give back in memory instead of tokens.
+
+Its nodes hold virtual slots; the KV behind them reaches as deep as the first narrowing of the policy they were made
+under. The policy's fingerprint is part of every node's key (``extra_key``), so all tokens of a node, and of
+the whole path from the root to it, are equally deep.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache import registry
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.runtime_context import get_memory
+
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+
+_default_factory = registry.default_radix_cache_factory
+
+
+class DepthRadixCache(RadixCache):
+    """A radix cache whose ``evictable_size`` is true for tokens of any depth.
+
+    Attributes:
+        evictable_pages: physical pages behind what nobody uses at the moment.
+    """
+
+    token_to_kv_pool_allocator: DepthAllocator
+
+    def reset(self) -> None:
+        super().reset()
+        self.evictable_pages = 0
+
+    def evictable_size(self) -> int:
+        """Tokens kept at all depths that would fit in what could be evicted."""
+        allocator = self.token_to_kv_pool_allocator
+        free = allocator.memory.pool.free
+        # Together with what is free, so that no page is lost to rounding twice.
+        return allocator.dense_size(free + self.evictable_pages) - allocator.dense_size(free)
+
+    def cached_slots(self) -> torch.Tensor:
+        """All virtual slots in the tree."""
+        return self.all_values_flatten() if self.root_node.children else torch.empty(0, dtype=torch.int64)
+
+    def cached_tokens(self) -> int:
+        """Tokens in the tree."""
+        return self.evictable_size_ + self.protected_size_
+
+    def inc_lock_ref(self, node: Any) -> Any:
+        before = self.evictable_size_
+        result = super().inc_lock_ref(node)
+        self._count(node, self.evictable_size_ - before)
+        return result
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+        before = self.evictable_size_
+        result = super().dec_lock_ref(node, params)
+        self._count(node, self.evictable_size_ - before)
+        return result
+
+    def _insert_helper(
+        self, node: Any, key: Any, value: Any, priority: int = 0, chunked: bool = False
+    ) -> Any:
+        before = self.evictable_size_
+        length, last = super()._insert_helper(node, key, value, priority, chunked)
+        self._count(last, self.evictable_size_ - before)
+        return length, last
+
+    def evict(self, params: Any) -> Any:
+        pool = self.token_to_kv_pool_allocator.memory.pool
+        before = pool.free
+        result = super().evict(params)
+        self.evictable_pages -= pool.free - before
+        return result
+
+    def _count(self, node: Any, tokens: int) -> None:
+        if tokens:
+            self.evictable_pages += tokens // self.page_size * self._depth(node)
+
+    def _depth(self, node: Any) -> int:
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.memory.shared.depth(int(node.value[0]) // self.page_size)
+
+
+def factory(context: Any) -> Any:
+    """Our tree where SGLang would build its own over depth pages.
+
+    Raises:
+        ValueError: for a feature that copies KV by slot, which the layout of depth pages does not allow.
+    """
+    if (
+        not isinstance(context.params.token_to_kv_pool_allocator, DepthAllocator)
+        or context.disable_radix_cache
+    ):
+        return _default_factory(context)
+    memory = get_memory()
+    for name in (
+        "enable_hierarchical_cache",
+        "enable_lmcache",
+        "enable_flexkv",
+        "enable_unified_cache_external_linker",
+    ):
+        if getattr(memory, name):
+            raise ValueError(f"--{name.replace('_', '-')} copies KV by slot, which depth pages do not have")
+    return DepthRadixCache(context.params)

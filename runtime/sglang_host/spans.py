@@ -1,0 +1,95 @@
+"""A model's forward as a staircase: SGLang's ``forward_split_prefill`` between the edges of the batch's plans."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from fathom.runtime import staircase
+from fathom.runtime.kv.view import Batch
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.requests import prompt_tokens
+from fathom.runtime.staircase import Rows, Work
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class SpanForward:
+    """Takes the place of ``model.forward`` for one batch; implements ``staircase.Host``.
+
+    The hidden states of the rows that are left are in the forward batch, where SGLang's split prefill keeps them.
+    """
+
+    def __init__(self, runner: "ModelRunner", batch: "ScheduleBatch", allocator: DepthAllocator) -> None:
+        self.model, self.backend = runner.model, runner.attn_backend
+        self.vocabulary = runner.model_config.vocab_size
+        self.works = [
+            Work(allocator.plan_of(request), begin, begin + new, prompt_tokens(request))
+            for request, begin, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        ]
+        self.first_tokens = [request.origin_input_ids[0] for request in batch.reqs]
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: "ForwardBatch", **options: Any
+    ) -> LogitsProcessorOutput:
+        if options.get("input_embeds") is not None:
+            raise NotImplementedError("a prompt that comes as embeddings cannot be narrowed")
+        self.forward_batch, self.plain = forward_batch, self.backend.batch
+        self.logprob_starts = forward_batch.extend_logprob_start_lens_cpu
+        rows = staircase.first_rows(self.works)
+        self._load(rows, input_ids, positions)
+        self.logits: LogitsProcessorOutput | None = None
+        if staircase.climb(self, self.works, rows) is None:
+            # Chunks below the end of their prompts: what is sampled for them is dropped.
+            dummy = torch.zeros(len(self.works), self.vocabulary, device=input_ids.device)
+            return LogitsProcessorOutput(next_token_logits=dummy)
+        assert self.logits is not None
+        return self.logits
+
+    def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        again = torch.from_numpy(rows.again).to(input_ids.device)
+        self.input_ids = input_ids.new_empty(len(rows))
+        self.positions = positions.new_zeros(len(rows))
+        self.input_ids[~again], self.positions[~again] = input_ids, positions
+        if rows.again.any():
+            first = [self.first_tokens[i] for i in rows.request[rows.again].tolist()]
+            self.input_ids[again] = torch.tensor(first, dtype=input_ids.dtype, device=input_ids.device)
+        self.forward_batch.hidden_states = self.forward_batch.residual = None
+
+    # --- staircase.Host ---
+
+    def run(self, rows: Rows, low: int, high: int) -> None:
+        batch, plain = self.forward_batch, self.plain
+        requests = len(self.works)
+        count = np.bincount(rows.request, minlength=requests)
+        again = np.bincount(rows.request[rows.again], minlength=requests).astype(bool)
+        ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
+        self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.virtual, count - again, again, ghost))
+        self._resize(rows, count)
+        self.logits = self.model.forward_split_prefill(self.input_ids, self.positions, batch, (low, high))
+
+    def keep(self, rows: Rows, index: np.ndarray) -> None:
+        chosen = torch.from_numpy(index).to(self.input_ids.device)
+        self.input_ids, self.positions = self.input_ids[chosen], self.positions[chosen]
+        batch = self.forward_batch
+        if batch.hidden_states is not None:
+            batch.hidden_states = batch.hidden_states[chosen]
+            batch.residual = None if batch.residual is None else batch.residual[chosen]
+
+    def _resize(self, rows: Rows, count: np.ndarray) -> None:
+        """Tell SGLang how many rows each request has now; what it reads for the logits follows from that."""
+        batch = self.forward_batch
+        if self.logprob_starts is not None:
+            # Where SGLang wants log-probabilities from, as a row: of generated tokens, if the request was
+            # taken back.
+            begin = np.array([work.begin for work in self.works]) + np.array(self.logprob_starts)
+            before = rows.position < begin[rows.request]
+            starts = np.bincount(rows.request[before], minlength=len(self.works))
+            batch.extend_logprob_start_lens_cpu = starts.tolist()
+        batch.extend_seq_lens_cpu = count.tolist()
+        batch.extend_seq_lens = torch.from_numpy(count).to(batch.extend_seq_lens)
+        batch.extend_num_tokens = int(count.sum())

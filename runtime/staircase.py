@@ -1,0 +1,141 @@
+"""The staircase: run spans of layers over a batch whose requests go on with fewer and fewer tokens.
+
+Between two spans the rows that a request's plan drops are taken out of the batch. Which requests are dense and
+which are not makes no difference to the code: a plan without steps keeps every row.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fathom.runtime.plan import SCORED, PlanError, PrefillPlan, Step, fixed_rows
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one request brings to an engine step: the tokens ``begin .. end - 1``.
+
+    Attributes:
+        prompt_tokens: length of its prompt; tokens from there on were generated.
+    """
+
+    plan: PrefillPlan
+    begin: int
+    end: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are computed, request after request, in the order of positions.
+
+    Attributes:
+        request: [rows] index into the batch.
+        position: [rows] position in the request.
+        again: [rows] whether this is token 0, computed again because it is needed above a narrowing and its
+            hidden state is not there any more.
+        ghost: [rows] whether the row is kept only because every request needs one for its logits, which nobody
+            reads.
+    """
+
+    request: np.ndarray
+    position: np.ndarray
+    again: np.ndarray
+    ghost: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+Selector = Callable[[int, Step, np.ndarray], np.ndarray]
+"""Decides a SCORED step: (index of the request, step, positions of its rows) -> [rows] bool, which rows go on."""
+
+
+class Host(Protocol):
+    """What the staircase needs from the engine."""
+
+    def run(self, rows: Rows, low: int, high: int) -> None:
+        """Compute layers ``low .. high - 1`` of these rows; the hidden states stay with the host."""
+
+    def keep(self, rows: Rows, index: np.ndarray) -> None:
+        """Drop the hidden states of all rows of ``rows`` but those in ``index`` ([kept] int64, ascending)."""
+
+
+def first_rows(works: Sequence[Work]) -> Rows:
+    """The rows of a step at layer 0: each request's new tokens, after an anchor that has to be computed again."""
+    request, position, again = [], [], []
+    for index, work in enumerate(works):
+        anchor = any(_anchor_again(step, work) for step in work.plan.steps)
+        positions = np.arange(work.begin, work.end)
+        position.append(np.concatenate([[0], positions]) if anchor else positions)
+        again.append(np.arange(len(position[-1])) < anchor)
+        request.append(np.full(len(position[-1]), index))
+    none = np.zeros(sum(map(len, position)), bool)
+    return Rows(np.concatenate(request), np.concatenate(position), np.concatenate(again), none)
+
+
+def _anchor_again(step: Step, work: Work) -> bool:
+    holds_last = work.begin < work.prompt_tokens <= work.end
+    return step.anchor and holds_last and work.begin > 0
+
+
+def climb(
+    host: Host, works: Sequence[Work], rows: Rows, selectors: Mapping[str, Selector] | None = None
+) -> Rows | None:
+    """Run all layers.
+
+    Args:
+        works: one per request of the batch, all for the same model.
+        rows: of :func:`first_rows`.
+        selectors: by mechanism, for plans with SCORED steps.
+
+    Returns:
+        The rows that reached the last layer, at least one per request; None when no row of any request goes on
+        above some layer, so that the layers above were not run.
+    """
+    layers = works[0].plan.layers
+    edges = {step.layer for work in works for step in work.plan.steps} | {0, layers}
+    for low, high in itertools.pairwise(sorted(edges)):
+        keep, ghost = _narrow(works, rows, low, selectors or {})
+        if not keep.all():
+            host.keep(rows, np.flatnonzero(keep))
+        rows = Rows(rows.request[keep], rows.position[keep], rows.again[keep], ghost[keep])
+        if rows.ghost.all():
+            return None
+        host.run(rows, low, high)
+    return rows
+
+
+def _narrow(
+    works: Sequence[Work], rows: Rows, layer: int, selectors: Mapping[str, Selector]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows are computed from ``layer`` on, and which of them as ghosts: [rows] bool each.
+
+    Of a request none of whose rows goes on, the last one stays as a ghost.
+    """
+    keep, ghost = np.ones(len(rows), bool), rows.ghost.copy()
+    begin = np.searchsorted(rows.request, np.arange(len(works) + 1))
+    for index, work in enumerate(works):
+        mine, last = slice(begin[index], begin[index + 1]), begin[index + 1] - 1
+        for step in work.plan.steps:
+            if step.layer != layer or ghost[last]:
+                continue
+            keep[mine] = _decide(work, step, rows.position[mine], index, selectors)
+            if not keep[mine].any():
+                keep[last] = ghost[last] = True
+            assert keep[last], "the last row goes on, or none does"
+    return keep, ghost
+
+
+def _decide(
+    work: Work, step: Step, position: np.ndarray, index: int, selectors: Mapping[str, Selector]
+) -> np.ndarray:
+    if step.kind == SCORED:
+        if step.mechanism not in selectors:
+            raise PlanError(f"nobody decides which tokens {step.mechanism} keeps")
+        return selectors[step.mechanism](index, step, position)
+    anchor, first = fixed_rows(step, work.begin, work.end, work.prompt_tokens)
+    return (position >= first) | ((position == 0) & anchor)

@@ -1,0 +1,38 @@
+"""Servers that several tests of this folder share: each takes about 20 s to start."""
+
+import pytest
+
+PAGE = 16
+FLAGS = ("--dtype", "float32")
+ROOMY_TOKENS = 4 * (4096 + 120 + 16) + 16
+"""Just above what four dense requests of 4,096 tokens need, 120 generated ones and a page each included."""
+PRESSED_TOKENS = 4000
+
+
+@pytest.fixture(scope="session")
+def roomy_server(start_server, tiny_model):
+    """Whole prompts; the pool is sized for exactly four dense requests of 4,096 tokens."""
+    flags = (
+        "--chunked-prefill-size",
+        "-1",
+        "--max-total-tokens",
+        str(ROOMY_TOKENS),
+        "--page-size",
+        str(PAGE),
+    )
+    return start_server(tiny_model, *FLAGS, *flags)
+
+
+@pytest.fixture(scope="session")
+def pressed_server(start_server, tiny_model):
+    """Chunks of 64, prefill and decode rows in one batch, and a pool too small for the requests in flight."""
+    flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", str(PAGE))
+    return start_server(tiny_model, *FLAGS, *flags, "--max-total-tokens", str(PRESSED_TOKENS))
+
+
+@pytest.fixture(scope="session")
+def retracting_server(start_server, tiny_model):
+    """Chunks of 256, and SGLang takes running requests back every few steps: they start again."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
+    flags = ("--chunked-prefill-size", "256", "--max-total-tokens", "40000")
+    return start_server(tiny_model, *FLAGS, *flags, env=env)

@@ -1,0 +1,150 @@
+"""Depth pages in a running engine: what fits at once, what never fits, and that nothing is left behind."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+PAGE = 16
+LONG, ANSWER = 4096, 120
+LAYERS = 4
+
+
+def generate(server, prompt, policy, new_tokens=ANSWER):
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling} | ({"fathom": policy} if policy else {})
+    return server.client.post("/generate", json=body)
+
+
+def random_prompts(count, length, seed):
+    rng = random.Random(seed)
+    return [[rng.randrange(6, 2000) for _ in range(length)] for _ in range(count)]
+
+
+def pages(server):
+    return server.engine()["kv_pool"]["depth_pages"]
+
+
+def idle(server):
+    """The pages once nothing runs any more."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = pages(server)
+        if found["open_rows"] == 0 and found["held"] == 0:
+            assert found["free"] + found["cached"] == found["total"]
+            assert found["evictable"] == found["cached"]
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"not idle: {found}")
+
+
+def most_at_once(server, prompts, policy):
+    """Answers to all prompts, and the largest number of requests that held pages at one time."""
+    most, done = 0, threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.is_set():
+            most = max(most, pages(server)["open_rows"])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt: generate(server, prompt, policy).json(), prompts))
+    finally:
+        done.set()
+        watcher.join()
+    return answers, most
+
+
+@pytest.mark.parametrize(("policy", "fit"), [(None, 4), ({"depth_cutoff": 3}, 5), ({"depth_cutoff": 2}, 7)])
+def test_shallow_requests_fit_in_larger_numbers(roomy_server, policy, fit):
+    """A pool for M = 4 dense requests of 4,096 tokens takes floor(M / 0.75) = 5 at 3/4 of the layers.
+
+    At half of the layers floor(M / 0.5) = 8 would need room for no generated token at all: 7 fit.
+    """
+    roomy_server.client.post("/flush_cache")
+    answers, most = most_at_once(roomy_server, random_prompts(fit + 1, LONG, seed=fit), policy)
+    assert most == fit
+    for answer in answers:
+        meta = answer["meta_info"]
+        assert meta["num_retractions"] == 0
+        cutoff = policy["depth_cutoff"] if policy else LAYERS
+        tokens = LONG + ANSWER - 1
+        deep = LONG if policy is None else 2
+        expected = cutoff * -(-tokens // PAGE) + (LAYERS - cutoff) * -(-(deep + ANSWER - 1) // PAGE)
+        assert meta["fathom"]["kv_bytes"] == expected * pages(roomy_server)["page_bytes"]
+    idle(roomy_server)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_in_pages(pressed_server):
+    (prompt,) = random_prompts(1, 5000, seed=1)
+    refusal = generate(pressed_server, prompt, None, 4)
+    assert refusal.status_code == 400
+    needed, held = LAYERS * -(-5001 // PAGE) + LAYERS + 1, LAYERS * 4000 // PAGE
+    message = refusal.json()["error"]["message"]
+    assert f"5000 tokens needs {needed} KV pages" in message
+    assert f"the pool has {held}" in message
+    # The same prompt at half of the layers fits, and so do as many generated tokens as are left.
+    answer = generate(pressed_server, prompt, {"depth_cutoff": 2}, 8).json()
+    assert len(answer["output_ids"]) == 8
+    (longer,) = random_prompts(1, 8000, seed=2)
+    assert "KV pages" in generate(pressed_server, longer, {"depth_cutoff": 2}, 8).json()["error"]["message"]
+    idle(pressed_server)
+
+
+def test_a_full_pool_takes_requests_back_and_answers_the_same(pressed_server):
+    """Twelve requests of 400 tokens and 120 generated ones in a pool for seven: some are taken back."""
+    policies = [None, {"depth_cutoff": 3}, {"depth_cutoff": 2, "anchors": "none"}]
+    prompts = random_prompts(12, 400, seed=4)
+    cases = [(prompt, policies[i % 3]) for i, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda case: generate(pressed_server, *case).json(), cases))
+    alone = [generate(pressed_server, *case).json() for case in cases]
+    assert [a["output_ids"] for a in together] == [a["output_ids"] for a in alone]
+    idle(pressed_server)
+
+
+def test_a_storm_of_mixed_depths_leaves_nothing_behind(pressed_server):
+    """Streams of all depths, a third dropped by their clients at random moments."""
+
+    def one(seed):
+        rng = random.Random(seed)
+        policy = rng.choice(
+            [None, {"depth_cutoff": 1}, {"depth_cutoff": 2}, {"depth_cutoff": 3, "anchors": "none"}]
+        )
+        shared = random_prompts(1, 200, seed=rng.randrange(3))[0]
+        prompt = shared[: rng.choice([3, 64, 200])] + random_prompts(1, rng.choice([1, 40, 500]), seed)[0]
+        sampling = {"max_new_tokens": rng.randint(2, 60), "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        patience = rng.uniform(0, 1.0) if seed % 3 == 0 else 60
+        try:
+            with (
+                httpx.Client(base_url=pressed_server.url, timeout=httpx.Timeout(60, read=patience)) as client,
+                client.stream(
+                    "POST", "/generate", json=body | ({"fathom": policy} if policy else {})
+                ) as stream,
+            ):
+                begin = time.monotonic()
+                for line in stream.iter_lines():
+                    if line == "data: [DONE]":
+                        return "finished"
+                    if time.monotonic() - begin > patience:
+                        return "dropped"
+        except httpx.TimeoutException:
+            pass
+        return "dropped"
+
+    with ThreadPoolExecutor(12) as pool:
+        outcomes = list(pool.map(one, range(120)))
+    assert outcomes.count("finished") >= 70
+    assert outcomes.count("dropped") >= 10
+    found = idle(pressed_server)
+    assert found["cached"] > 0
+    assert pressed_server.client.post("/flush_cache").status_code == 200
+    assert idle(pressed_server)["free"] == found["total"]
+    assert pressed_server.process.poll() is None
