@@ -115,14 +115,14 @@ LEDGER: tuple[Seam, ...] = (
         "a dead engine ends the process with a reason and an exit code",
         "signum frame",
     ),
-    _seam(
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.auto_create_handle_loop",
         "read",
         "installs our signal handler and starts our drain",
-        check=_reads_attributes("signal_handler_class sigterm_handler sigterm_watchdog"),
+        check=reads_attributes("signal_handler_class sigterm_handler sigterm_watchdog"),
     ),
-    _seam(
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:ReqState",
         "read",
@@ -322,6 +322,21 @@ LEDGER: tuple[Seam, ...] = (
         "a platform's registered forwards come first",
         "",
         lambda f: "_oot_forward_registry" in f.__code__.co_names,
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.quantization.unquant:UnquantizedLinearMethod.apply",
+        "override",
+        "linear layers run on packed weights",
+        "layer x bias",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.linear:ColumnParallelLinear.forward",
+        "read",
+        "a linear layer asks its quant_method in every call",
+        None,
+        lambda f: "quant_method" in f.__code__.co_names,
     ),
     relies_on(
         SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
