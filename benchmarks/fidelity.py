@@ -183,7 +183,7 @@ def _start(
     running.append(server)
     print("starting the server", file=sys.stderr)
     server.wait_ready(args.start_limit)
-    return server, command
+    return server, report.portable(command, Path.cwd())
 
 
 def _running(url: str) -> servers.Server:
@@ -234,7 +234,7 @@ def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv
         "hardware": report.hardware(),
         "versions": report.versions(),
         "git": report.git_state(),
-        "model": model,
+        "model": report.portable([model], Path.cwd())[0],
         "seed": todo.seed,
         "policies": {policy.name: policy.body["fathom"] for policy in todo.policies},
         "samples_asked": todo.samples,
