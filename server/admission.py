@@ -15,6 +15,7 @@ from fathom.server.routes import GENERATION_ROUTES, error_body, path_of
 
 DEFAULT_MAX_IN_FLIGHT = 512
 DEFAULT_DRAIN_SECONDS = 120
+DEFAULT_MAX_BODY_BYTES = 64 << 20
 
 BUSY_RETRY_SECONDS, DRAIN_RETRY_SECONDS = 1, 5
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody receives it, but metrics count it
@@ -29,12 +30,14 @@ class Gate:
     Attributes:
         max_in_flight: most generation requests inside the server, waiting or running.
         drain_seconds: how long running requests may take after SIGTERM.
+        max_body_bytes: largest body of a request; that of a generation is bounded where it is read.
         draining: whether the server is ending.
         in_flight: generation requests inside the server now.
     """
 
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     draining: Callable[[], bool] = lambda: False
     in_flight: int = 0
 
@@ -52,18 +55,27 @@ class AdmissionMiddleware:
             return
         path, gate = path_of(scope), self._gate
         if gate.draining() and path not in ALLOWED_WHILE_DRAINING:
-            await refuse(path, "the server is shutting down", DRAIN_RETRY_SECONDS, send)
+            await refuse(path, 503, "the server is shutting down", send, DRAIN_RETRY_SECONDS)
         elif path not in GENERATION_ROUTES:
-            await self._app(scope, receive, with_retry_after(send))
+            await self._pass_on(path, scope, receive, send)
         elif gate.in_flight >= gate.max_in_flight:
             message = f"the server is busy: it holds {gate.in_flight} requests, its limit"
-            await refuse(path, message, BUSY_RETRY_SECONDS, send)
+            await refuse(path, 503, message, send, BUSY_RETRY_SECONDS)
         else:
             place = Place(gate)
             try:
                 await serve_while_wanted(self._app, scope, receive, with_retry_after(send), place.leave)
             finally:
                 place.leave()
+
+    async def _pass_on(self, path: str, scope: Any, receive: Any, send: Any) -> None:
+        limit = self._gate.max_body_bytes
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > limit:
+            message = f"the request body is larger than the limit of {limit} bytes"
+            await refuse(path, 413, message, send)
+            return
+        await self._app(scope, up_to(limit, receive), with_retry_after(send))
 
 
 class Place:
@@ -80,17 +92,31 @@ class Place:
             self._gate = None
 
 
-async def refuse(path: str, message: str, retry_seconds: int, send: Any) -> None:
-    """Answer 503 in the route's format, without reading the body, and close the connection."""
-    body = orjson.dumps(error_body(path, 503, message))
+async def refuse(path: str, status: int, message: str, send: Any, retry_seconds: int | None = None) -> None:
+    """Answer with an error in the route's format, without reading the body, and close the connection."""
+    body = orjson.dumps(error_body(path, status, message))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"retry-after", str(retry_seconds).encode()),
         (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    if retry_seconds is not None:
+        headers.append((b"retry-after", str(retry_seconds).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def up_to(limit: int, receive: Any) -> Any:
+    """A ``receive`` for which the client is gone once it has sent more than ``limit`` bytes."""
+    taken = 0
+
+    async def received() -> Any:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        return message if taken <= limit else {"type": "http.disconnect"}
+
+    return received
 
 
 def with_retry_after(send: Any) -> Any:

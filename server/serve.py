@@ -160,7 +160,7 @@ def plan(argv: list[str]) -> Plan:
         draft=own.draft_model_path,
         engine_flags=[*fixed, *flags, *_missing(engine, name)],
         face=Face(default=policy, max_body_bytes=own.max_body_mib << 20, depth_span=own.depth_span),
-        gate=Gate(own.max_in_flight, own.drain_seconds),
+        gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
     )
 

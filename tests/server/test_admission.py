@@ -37,9 +37,13 @@ class App:
 class Call:
     """One request through the middleware; the client stays until ``hang_up``."""
 
-    def __init__(self, middleware, path=GENERATE, method="POST"):
-        self.sent, self.left, self.unread = [], asyncio.Event(), [{"type": "http.request", "body": b"{}"}]
-        scope = {"type": "http", "method": method, "path": path, "headers": []}
+    def __init__(self, middleware, path=GENERATE, method="POST", parts=(b"{}",), headers=()):
+        self.sent, self.left = [], asyncio.Event()
+        self.unread = [
+            {"type": "http.request", "body": part, "more_body": i > 0}
+            for i, part in enumerate(reversed(parts))
+        ]
+        scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
         self.task = asyncio.ensure_future(middleware(scope, self.receive, self.send))
 
     async def receive(self):
@@ -97,6 +101,23 @@ def test_other_routes_are_not_counted():
             call = Call(middleware, path, method)
             await call.task
             assert call.status == 200 and gate.in_flight == 0
+
+    run(scenario())
+
+
+def test_bodies_of_other_routes_are_bounded():
+    async def scenario():
+        app, gate = App(), Gate(max_body_bytes=4)
+        app.go.set()
+        middleware = AdmissionMiddleware(app, gate)
+        declared = Call(middleware, "/tokenize", headers=[(b"content-length", b"5")])
+        await declared.task
+        assert declared.status == 413 and declared.unread and b"retry-after" not in declared.headers
+        assert json.loads(declared.sent[1]["body"])["message"].endswith("larger than the limit of 4 bytes")
+        await Call(middleware, "/tokenize", parts=(b"1234",)).task
+        assert app.seen["body"] == b"1234"
+        await Call(middleware, "/tokenize", parts=(b"12345",)).task
+        assert app.seen["type"] == "http.disconnect"
 
     run(scenario())
 

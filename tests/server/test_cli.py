@@ -57,6 +57,9 @@ MISTAKES = [
     (["serve", "x", "--port", "http"], 2, "--port: invalid int value: 'http'"),
     (["serve", "x", "--port", "0"], 2, "--port must be in [1, 65535], got 0"),
     (["serve", "x", "--max-body-mib", "0"], 2, "--max-body-mib must be at least 1, got 0"),
+    (["serve", "x", "--max-in-flight", "0"], 2, "--max-in-flight must be at least 1, got 0"),
+    (["serve", "x", "--drain-seconds", "-1"], 2, "--drain-seconds must be at least 0, got -1"),
+    (["serve", "x", "--drain-seconds", "nan"], 2, "--drain-seconds must be at least 0, got nan"),
     (
         ["serve", "x", "--preset", "fast"],
         2,
