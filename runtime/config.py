@@ -177,7 +177,7 @@ class Policy:
     )
     depth_cutoff: int | str = _field(
         "full",
-        help="layer above which prompt tokens do not exist",
+        help="layer above which prompt tokens do not exist; small values lose answers unless the model was trained for it",
         unit="layers",
         source="SPEED, Table 1",
         kind=int,
