@@ -17,7 +17,7 @@ from fathom.benchmarks import liveness, predict, report, servers, vllm_env
 from fathom.benchmarks.args import parser, plan, room
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.measure import Bench, Cell, Settings, Turn, steps
-from fathom.benchmarks.model import Shape, ensure
+from fathom.benchmarks.model import Shape, draft_of, ensure
 from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, with_flags
 
 
@@ -97,6 +97,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
     space = room(cells, settings)
     kv_bytes = space.kv_tokens * shape.kv_bytes_per_token
     model = ensure(shape, args.cache.resolve())
+    if any(variant.drafted for variant in variants):
+        draft = str(ensure(draft_of(shape), args.cache.resolve()))
+        variants = [with_flags(v, ["--draft-model-path", draft]) if v.drafted else v for v in variants]
     vllm = vllm_env.executable(vllm_folder)
     at = Place(model, 0, shape.dtype, space.context, space.kv_tokens, kv_bytes, vllm)
     result = report.header(argv, shape, settings)

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _FORMAT = 1
@@ -57,6 +57,23 @@ BENCH = Shape()
 TINY = Shape(
     layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, vocab=512, max_position=4096
 )
+
+
+def draft_of(shape: Shape) -> Shape:
+    """A draft for a target: half as wide, a quarter as deep, 1/16 of its FLOPs or so, and the same vocabulary.
+
+    Its weights are as random as the target's, so the two agree on nothing: what a draft costs can be measured with
+    it, not what it saves in decoding.
+    """
+    return replace(
+        shape,
+        layers=max(1, shape.layers // 4),
+        hidden=shape.hidden // 2,
+        intermediate=shape.intermediate // 2,
+        heads=max(1, shape.heads // 2),
+        kv_heads=max(1, shape.kv_heads // 2),
+        seed=shape.seed + 1,
+    )
 
 
 def config_json(shape: Shape) -> dict:

@@ -37,6 +37,12 @@ class Variant:
         """Whether its requests ask for nothing to be dropped."""
         return self.policy in ({}, {"preset": "exact"})
 
+    @property
+    def drafted(self) -> bool:
+        """Whether its requests need a draft model and its command names none."""
+        asked = self.policy.get("prefill_keep_rate", 1) != 1 or self.policy.get("speculative", False)
+        return asked and self.option("--draft-model-path") is None
+
     def option(self, name: str) -> str | None:
         """Value of a flag of its command, the last one given; None without it."""
         words = [word for part in self.command for word in part.split("=", 1)]

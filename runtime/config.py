@@ -13,8 +13,11 @@ from typing import Any, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 
-MECHANISMS: frozenset[str] = frozenset({"SPEED"})
+MECHANISMS: frozenset[str] = frozenset({"SPEED", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
+
+DRAFTED = ("SpecPrefill", "drafting")
+"""Mechanisms that need a draft model."""
 
 PRESETS: dict[str, dict[str, Any]] = {"exact": {}}
 """Presets this build can run: field values that differ from the defaults."""
@@ -55,6 +58,11 @@ class Limits:
             return f"{mechanism} is not available in this build"
         reason = self.lacking.get(mechanism)
         return f"{mechanism} is not available here ({reason})" if reason else None
+
+
+def without_draft() -> dict[str, str]:
+    """What a server without a draft model lacks, with the reason."""
+    return dict.fromkeys(DRAFTED, "no draft model is loaded; start with --draft-model-path")
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,26 @@ class Policy:
         mechanism="SpecPrefill",
         tunes="prefill_keep_rate",
     )
+    min_prompt_tokens: int = _field(
+        4096,
+        help="shorter prompts are left whole",
+        unit="tokens",
+        source="SpecPrefill, section 4.6, shows what short prompts lose",
+        kind=int,
+        low=0,
+        high=1 << 30,
+        mechanism="SpecPrefill",
+        tunes="prefill_keep_rate",
+    )
+    prefill_selection: str = _field(
+        "attention",
+        help="how the kept prompt chunks are chosen (random is the control)",
+        unit="rule",
+        source="SpecPrefill, section 3.2",
+        words=("attention", "random"),
+        mechanism="SpecPrefill",
+        tunes="prefill_keep_rate",
+    )
     depth_cutoff: int | str = _field(
         "full",
         help="layer above which prompt tokens do not exist; small values lose answers unless the model was trained for it",
@@ -241,6 +269,17 @@ class Policy:
         kind=bool,
         mechanism="drafting",
         neutral=False,
+    )
+    draft_tokens: int = _field(
+        4,
+        help="tokens to draft per step at most; fewer while few are accepted",
+        unit="tokens",
+        source="speculative decoding with exact verification",
+        kind=int,
+        low=1,
+        high=16,
+        mechanism="drafting",
+        tunes="speculative",
     )
 
     def canonical(self) -> "Policy":

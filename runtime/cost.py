@@ -274,7 +274,6 @@ def policy_plan(
     prompt: int,
     *,
     draft: ModelShape | None = None,
-    min_prompt_tokens: int = SpecPrefill.min_prompt_tokens,
     tsp_layer: int | None = None,
     slow_fast: SlowFast = SlowFast(),
 ) -> CostPlan:
@@ -295,7 +294,7 @@ def policy_plan(
     return make_plan(
         layers,
         prompt,
-        specprefill=SpecPrefill(policy.prefill_keep_rate, draft, min_prompt_tokens=min_prompt_tokens)
+        specprefill=SpecPrefill(policy.prefill_keep_rate, draft, min_prompt_tokens=policy.min_prompt_tokens)
         if keeps_less
         else None,
         fastkv=FastKV(at, policy.tsp_rate, policy.kv_retention_rate) if fastkv else None,

@@ -13,6 +13,9 @@ class StepHost(Protocol):
     def open_accounts(self, batch: Any) -> list[Any]:
         """The account of each request in the batch, with the policy the request came with."""
 
+    def draft(self, batch: Any) -> None:
+        """Let the draft model read what is new, judge the prompts that are complete, and propose tokens."""
+
     def narrows(self, batch: Any) -> bool:
         """Whether some request of the batch goes on with fewer tokens above some layer."""
 
@@ -20,7 +23,13 @@ class StepHost(Protocol):
         """Run the batch through all layers and sample: the dense path, and every decode step."""
 
     def climb(self, batch: Any, **options: Any) -> Any:
-        """Run the batch span by span, dropping rows in between (``staircase.py``), and sample."""
+        """Run the batch span by span, dropping rows in between (``staircase.py``), sample, and settle proposals."""
+
+    def proposed(self) -> bool:
+        """Whether the draft proposed tokens in this step."""
+
+    def verify(self, batch: Any, **options: Any) -> Any:
+        """Run a decode batch with the proposed tokens beside it, sample, and settle what stands."""
 
     def close_accounts(self, batch: Any, accounts: list[Any]) -> None:
         """Write down what this step computed for each request."""
@@ -29,6 +38,10 @@ class StepHost(Protocol):
 def step(host: StepHost, batch: Any, **options: Any) -> Any:
     """Run one scheduled batch (prefill chunk, decode step, or a mix) and return the engine's result."""
     accounts = host.open_accounts(batch)
-    result = host.climb(batch, **options) if host.narrows(batch) else host.forward(batch, **options)
+    host.draft(batch)
+    if host.narrows(batch):
+        result = host.climb(batch, **options)
+    else:
+        result = host.verify(batch, **options) if host.proposed() else host.forward(batch, **options)
     host.close_accounts(batch, accounts)
     return result

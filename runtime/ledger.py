@@ -22,6 +22,9 @@ class Account:
     kv_bytes_dense: int = 0  # what the same tokens would have held at all depths
     kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
     deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
+    draft_tokens: int = 0  # proposed by the draft model
+    accepted_tokens: int = 0  # of these, the ones that stood
+    longest_burst: int = 0  # most tokens put out by one step
     first_token_time: float | None = None  # time.perf_counter() in seconds
     reported: bool = False
 
@@ -47,7 +50,10 @@ class RequestLedger:
 
     def __init__(self, kv_shape: KvShape) -> None:
         self.kv_shape = kv_shape
-        self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0}
+        self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0} | {
+            "draft_tokens": 0,
+            "accepted_tokens": 0,
+        }
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
@@ -76,6 +82,14 @@ class RequestLedger:
         account.kv_bytes, account.kv_bytes_dense = held.bytes, held.dense
         self.totals["decode_steps"] += 1
 
+    def drafted(self, account: Account, proposed: int, accepted: int) -> None:
+        """One engine step verified ``proposed`` drafted tokens of the request; ``accepted`` of them stood."""
+        account.draft_tokens += proposed
+        account.accepted_tokens += accepted
+        account.longest_burst = max(account.longest_burst, accepted + 1)
+        self.totals["draft_tokens"] += proposed
+        self.totals["accepted_tokens"] += accepted
+
     def first_token(self, request: Any) -> None:
         """Stamp the time of the request's first output token, once."""
         account = self._accounts.get(request)
@@ -98,8 +112,9 @@ class RequestLedger:
             "decode_steps": account.decode_steps,
             "slow_steps": account.decode_steps,
             "fast_steps": 0,
-            "draft_tokens": 0,
-            "accepted_tokens": 0,
+            "draft_tokens": account.draft_tokens,
+            "accepted_tokens": account.accepted_tokens,
+            "longest_burst": account.longest_burst,
             "kv_bytes": account.kv_bytes,
             "kv_bytes_dense": account.kv_bytes_dense,
             "first_token_time": account.first_token_time,

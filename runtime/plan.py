@@ -35,6 +35,7 @@ class Step:
         rate: SCORED only: share of the units of the set below that stays, forced ones included.
         unit: SCORED only: tokens that stay or go together (SpecPrefill's chunk).
         window: SCORED only: the last tokens of the prompt that always stay.
+        kept: SCORED only: the most prompt tokens that stay, where that is known before they are scored.
     """
 
     layer: int
@@ -44,11 +45,14 @@ class Step:
     rate: float = 0.0
     unit: int = 1
     window: int = 1
+    kept: int = 0
 
     def most_kept(self, tokens: int) -> int:
         """The most of ``tokens`` prompt tokens that go on above this step."""
         if self.kind == FIXED:
             return min(tokens, 2 if self.anchor else 1)
+        if self.kept:
+            return min(tokens, self.kept)
         units = -(-tokens // self.unit)
         kept = max(math.ceil(self.rate * units), -(-self.window // self.unit))
         return min(tokens, kept * self.unit)

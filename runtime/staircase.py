@@ -64,22 +64,28 @@ class Host(Protocol):
         """Drop the hidden states of all rows of ``rows`` but those in ``index`` ([kept] int64, ascending)."""
 
 
-def first_rows(works: Sequence[Work]) -> Rows:
-    """The rows of a step at layer 0: each request's new tokens, after an anchor that has to be computed again."""
-    request, position, again = [], [], []
-    for index, work in enumerate(works):
-        anchor = any(_anchor_again(step, work) for step in work.plan.steps)
-        positions = np.arange(work.begin, work.end)
-        position.append(np.concatenate([[0], positions]) if anchor else positions)
-        again.append(np.arange(len(position[-1])) < anchor)
-        request.append(np.full(len(position[-1]), index))
-    none = np.zeros(sum(map(len, position)), bool)
-    return Rows(np.concatenate(request), np.concatenate(position), np.concatenate(again), none)
+def first_rows(works: Sequence[Work], entering: Mapping[int, np.ndarray] | None = None) -> Rows:
+    """The rows of a step at layer 0: each request's new tokens, after an anchor that has to be computed again.
+
+    Args:
+        entering: by index of the request, for plans with a step at layer 0: the positions [rows] that enter
+            instead of its new tokens. A request of which none enters yet has one ghost row.
+    """
+    parts = [_entering(work, (entering or {}).get(index)) for index, work in enumerate(works)]
+    request = [np.full(len(position), index) for index, (position, _, _) in enumerate(parts)]
+    return Rows(np.concatenate(request), *(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _anchor_again(step: Step, work: Work) -> bool:
-    holds_last = work.begin < work.prompt_tokens <= work.end
-    return step.anchor and holds_last and work.begin > 0
+def _entering(work: Work, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions of a request's first rows, and which are an anchor again or a ghost."""
+    positions = np.arange(work.begin, work.end) if chosen is None else chosen
+    if len(positions) == 0:
+        return np.array([work.end - 1]), np.zeros(1, bool), np.ones(1, bool)
+    holds_last = positions[0] < work.prompt_tokens <= positions[-1] + 1
+    anchor = holds_last and positions[0] > 0 and any(step.anchor for step in work.plan.steps)
+    if anchor:
+        positions = np.concatenate([[0], positions])
+    return positions, np.arange(len(positions)) < anchor, np.zeros(len(positions), bool)
 
 
 def climb(
@@ -123,6 +129,8 @@ def _narrow(
         for step in work.plan.steps:
             if step.layer != layer or ghost[last]:
                 continue
+            if layer == 0 and step.mechanism not in selectors:
+                continue  # decided when the rows were made
             keep[mine] = _decide(work, step, rows.position[mine], index, selectors)
             if not keep[mine].any():
                 keep[last] = ghost[last] = True

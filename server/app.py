@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from fathom.runtime import config
-from fathom.server import errors
+from fathom.server import errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
 from fathom.server.middleware import PolicyMiddleware
@@ -85,6 +85,7 @@ def launch(
     def ready() -> None:
         on_ready(http_server.get_global_state().scheduler_info)
 
+    protect.install()
     configure(http_server.app, face, gate, internal_states)
     try:
         http_server.launch_server(

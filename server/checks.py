@@ -71,7 +71,6 @@ REFUSALS = (
     Refusal("--encoder-only", bool, bool, "an encoder server does not run Fathom's scheduler"),
     Refusal("--use-ray", bool, bool, "Ray starts SGLang's own scheduler processes in place of Fathom's"),
     Refusal("--speculative-algorithm", str, bool, _SPECULATION),
-    Refusal("--speculative-draft-model-path", str, bool, _SPECULATION),
 )
 
 REFUSED_ENVIRONMENT = {
@@ -132,15 +131,15 @@ def check_port(host: str, port: int) -> None:
             raise StartError(message, FAILURE) from None
 
 
-def demo_model() -> Path:
-    """The folder of the demo model that comes with Fathom.
+def demo_model(name: str = "target") -> Path:
+    """The folder of a demo model that comes with Fathom: ``target`` or ``draft``.
 
     Raises:
         StartError: when this installation has none.
     """
     package = find_spec("fathom.demo")
     for place in (package.submodule_search_locations or []) if package else []:
-        folder = Path(place) / "models" / "target"
+        folder = Path(place) / "models" / name
         if (folder / "config.json").is_file():
             return folder
     raise StartError("--demo: this installation has no demo model; give a model with --model-path", FAILURE)
@@ -188,19 +187,17 @@ def _check_repository(model: str, option: str) -> None:
 
 
 def check_draft(target: str, draft: str) -> None:
-    """Refuse a draft model: for its vocabulary if that is another one, else because nothing drafts yet.
+    """See that a draft model is there and speaks the target's language, token for token.
 
     Raises:
-        StartError: always; the message says which of the two it is.
+        StartError: when there is none, or saying how the vocabularies differ.
     """
     option = "--draft-model-path"
     check_model(draft, option)
     difference = vocabulary_difference(_vocabulary(target), _vocabulary(draft))
     if difference:
         message = f"the draft model must share the target's vocabulary; {difference}"
-    else:
-        message = "this build cannot draft; start without a draft model"
-    raise StartError(f"{option} {draft}: {message}")
+        raise StartError(f"{option} {draft}: {message}")
 
 
 def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:

@@ -45,6 +45,7 @@ class RequestContext:
         route: the route, as a metric label.
         policy: the policy it runs under.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
+        protected: token ranges of the prompt that a selection must keep.
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
         reports: the scheduler's report by generation id.
@@ -53,6 +54,7 @@ class RequestContext:
     route: str
     policy: Policy
     received_time: float
+    protected: tuple[tuple[int, int], ...] = ()
     expected: int = 0
     finished: set[str] = field(default_factory=set)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)

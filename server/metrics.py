@@ -1,6 +1,6 @@
 """Fathom's request metrics, in the registry that SGLang's ``/metrics`` serves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # fmt: off
@@ -13,6 +13,7 @@ TPOT_BUCKETS = (
 )
 LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200)
 # fmt: on
+BURST_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 LABELS = ("route", "preset")
 
 
@@ -25,12 +26,14 @@ class Account:
         preset: name of the policy, as a label.
         start: ``time.perf_counter()`` seconds when its HTTP request arrived.
         first_token: the same clock at its first token, by the scheduler; None until it reported.
+        report: what the scheduler reported of it.
     """
 
     route: str
     preset: str
     start: float
     first_token: float | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class RequestMetrics:
@@ -63,6 +66,21 @@ class RequestMetrics:
         self._output = Counter(
             "fathom:request_output_tokens_total", "Output tokens of finished requests.", LABELS
         )
+        self._kept = Counter(
+            "fathom:request_kept_tokens_total",
+            "Prompt tokens of finished requests that were computed, averaged over the layers.",
+            LABELS,
+        )
+        self._drafted = Counter(
+            "fathom:draft_tokens_total", "Tokens that the draft proposed and the target verified.", LABELS
+        )
+        self._accepted = Counter("fathom:draft_accepted_tokens_total", "Proposed tokens that stood.", LABELS)
+        self._burst = Histogram(
+            "fathom:longest_burst_tokens",
+            "Per drafted request, the most tokens that one step put out.",
+            LABELS,
+            buckets=BURST_BUCKETS,
+        )
         self._requests = Counter(
             "fathom:requests_total", "Generations by how they ended.", (*LABELS, "outcome")
         )
@@ -87,6 +105,11 @@ class RequestMetrics:
         if output_tokens > 1:
             self._tpot.labels(*labels).observe((end - first_token) / (output_tokens - 1))
         self._prompt.labels(*labels).inc(prompt_tokens)
+        self._kept.labels(*labels).inc(account.report.get("kept_tokens", prompt_tokens))
+        if drafted := account.report.get("draft_tokens", 0):
+            self._drafted.labels(*labels).inc(drafted)
+            self._accepted.labels(*labels).inc(account.report["accepted_tokens"])
+            self._burst.labels(*labels).observe(account.report["longest_burst"])
         self._output.labels(*labels).inc(output_tokens)
 
 

@@ -136,9 +136,11 @@ def refuse_private(content: dict[str, Any]) -> None:
     sampling = content.get("sampling_params")
     for holder in [content, *(sampling if isinstance(sampling, list) else [sampling])]:
         custom = holder.get("custom_params") if isinstance(holder, dict) else None
-        if isinstance(custom, dict) and "fathom" in custom:
-            message = 'custom_params.fathom is reserved; put the policy in a top-level "fathom" object'
-            raise RequestError(400, message, "custom_params.fathom")
+        for name in custom if isinstance(custom, dict) else ():
+            if name.startswith("fathom"):
+                name = f"custom_params.{name}"
+                message = f'{name} is reserved; put the policy in a top-level "fathom" object'
+                raise RequestError(400, message, name)
 
 
 def refuse_count(content: dict[str, Any]) -> None:

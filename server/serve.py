@@ -115,6 +115,7 @@ def _engine_parser() -> Parser:
     """The options of SGLang that are looked at before SGLang is loaded."""
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
     result.add_argument("--config")
+    result.add_argument("--speculative-draft-model-path")
     for flag in ENGINE_DEFAULTS:
         result.add_argument(flag)
     checks.add_refused(result)
@@ -151,18 +152,33 @@ def plan(argv: list[str]) -> Plan:
     name = engine.served_model_name or (DEMO_NAME if own.demo else model)
     host = own.host or getattr(engine, "host", DEFAULT_HOST)
     port = own.port if own.port is not None else getattr(engine, "port", DEFAULT_PORT)
+    draft = _draft(own, engine)
     fixed = ["--model-path", model, "--host", host, "--port", str(port)]
+    if draft is not None and engine.speculative_draft_model_path is None:
+        fixed += ["--speculative-draft-model-path", draft]
     return Plan(
         model=model,
         name=name,
         host=host,
         port=port,
-        draft=own.draft_model_path,
+        draft=draft,
         engine_flags=[*fixed, *flags, *_missing(engine, name)],
         face=Face(default=policy, max_body_bytes=own.max_body_mib << 20, depth_span=own.depth_span),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
     )
+
+
+def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
+    """The draft model, by our name for the option or by SGLang's; the demo brings its own.
+
+    Raises:
+        StartError: when both names are used.
+    """
+    given = [value for value in (own.draft_model_path, engine.speculative_draft_model_path) if value]
+    if len(given) > 1:
+        raise StartError("give --draft-model-path or --speculative-draft-model-path, not both")
+    return given[0] if given else str(checks.demo_model("draft")) if own.demo else None
 
 
 def _engine_options(flags: list[str]) -> argparse.Namespace:
@@ -220,7 +236,7 @@ def main(argv: list[str]) -> NoReturn:
     _verify_seams()
     server_args = _server_args(work.engine_flags)
     checks.refuse_bypass(server_args)
-    _learn_limits(work.face, server_args)
+    _learn_limits(work.face, server_args, work.draft is not None)
     _run(work, server_args)
 
 
@@ -248,7 +264,7 @@ def _server_args(flags: list[str]) -> Any:
         raise StartError(_one_line(error)) from error
 
 
-def _learn_limits(face: Face, server_args: Any) -> None:
+def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
     """What the model allows, before anything is started; the engine adds what it lacks when it is up."""
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -257,7 +273,8 @@ def _learn_limits(face: Face, server_args: Any) -> None:
     except Exception as error:
         raise StartError(_one_line(error)) from error
     try:
-        face.learn(config.Limits(layers, choose_span(layers, face.depth_span)))
+        span = choose_span(layers, face.depth_span)
+        face.learn(config.Limits(layers, span, {} if drafted else config.without_draft()))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:
@@ -271,7 +288,8 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
         _verify_engine(engine)
         _learn_lacking(work.face, engine["fathom"])
         print(
-            f"Fathom is ready: {server_args.url()} (model {work.name}, policy {work.face.default.preset})",
+            f"Fathom is ready: {server_args.url()} (model {work.name}, {_of_draft(engine['fathom'])}"
+            f"policy {work.face.default.preset})",
             flush=True,
         )
 
@@ -289,6 +307,13 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     finally:
         stop_children()
     quiet.leave(code)
+
+
+def _of_draft(report: dict[str, Any]) -> str:
+    """The draft model and the memory that its KV takes, for the line that says what is served."""
+    if (draft := report.get("draft")) is None:
+        return ""
+    return f"draft {os.path.basename(draft['model'])} with {draft['kv_bytes'] / 2**20:.0f} MiB of KV, "
 
 
 def _verify_engine(first_report: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import copy
 import re
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from fathom.server.routes import OTHER
 
 POLICY_KEY = "fathom"
 """Member of ``custom_params`` that holds the policy, and of ``customized_info`` that holds the report."""
+
+PROTECTED_KEY = "fathom_protected"
+"""Member of ``custom_params`` that holds the token ranges a selection must keep."""
 
 CACHE_KEY_PREFIX = "fathom/"
 
@@ -49,7 +52,7 @@ class FathomTokenizerManager(TokenizerManager):
         if isinstance(obj, GenerateReqInput):
             policy = context.policy if context else self.face.default
             refuse_prompt_outputs(obj, policy)
-            apply_policy(obj, policy)
+            apply_policy(obj, policy, context.protected if context else ())
         stream = super().generate_request(obj, request)
         first = True
         try:
@@ -113,6 +116,7 @@ class FathomTokenizerManager(TokenizerManager):
         meta_info[POLICY_KEY] = public(report)
         if account := account_of(state):
             account.first_token = report.get("first_token_time")
+            account.report = report
 
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
         super().collect_metrics(state, recv_obj, i)
@@ -198,29 +202,36 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
         raise ValueError("beam search cannot be had under a policy that drops prompt tokens")
 
 
-def apply_policy(obj: GenerateReqInput, policy: Policy) -> None:
+def apply_policy(obj: GenerateReqInput, policy: Policy, protected: Sequence[tuple[int, int]] = ()) -> None:
     """Write the policy into the request's sampling parameters and its cache key.
+
+    Args:
+        protected: token ranges of the prompt that a selection must keep.
 
     Raises:
         ValueError: for ``custom_params`` that are no object, and for a reserved ``extra_key``.
     """
     sampling = obj.sampling_params
     if isinstance(sampling, list):
-        obj.sampling_params = [_with_policy(item, policy) for item in sampling]
+        obj.sampling_params = [_with_policy(item, policy, protected) for item in sampling]
     else:
-        obj.sampling_params = _with_policy(sampling, policy)
+        obj.sampling_params = _with_policy(sampling, policy, protected)
     if isinstance(obj.extra_key, list):
         obj.extra_key = [cache_key(key, policy) for key in obj.extra_key]
     else:
         obj.extra_key = cache_key(obj.extra_key, policy)
 
 
-def _with_policy(sampling: dict[str, Any] | None, policy: Policy) -> dict[str, Any]:
+def _with_policy(
+    sampling: dict[str, Any] | None, policy: Policy, protected: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
     sampling = copy.copy(sampling) or {}
     custom = sampling.get("custom_params")
     if custom is not None and not isinstance(custom, dict):
         raise ValueError("custom_params must be an object")
     sampling["custom_params"] = {**(custom or {}), POLICY_KEY: policy.to_wire()}
+    if protected:
+        sampling["custom_params"][PROTECTED_KEY] = [list(span) for span in protected]
     return sampling
 
 

@@ -40,11 +40,17 @@ class Owner:
 
 
 def private_tokens(plan: PrefillPlan, span: int, length: int, prompt_tokens: int) -> int:
-    """Entries that a private span holds once ``length`` tokens have been computed; the most, if they are SCORED."""
+    """Entries that a private span has room for once ``length`` tokens have been computed.
+
+    Above a SCORED step it is the most that they can be. Where the step itself says how many prompt tokens it keeps,
+    the room for them is taken with the first tokens, so that it is there when the whole prompt has been seen.
+    """
     step = plan.step_of_span(span)
     assert step is not None, "a shared span has no private entries"
     if step.kind == FIXED:
         return deep_tokens(step, length, prompt_tokens)
+    if step.kept:
+        return step.kept + max(length - prompt_tokens, 0) if length else 0
     if length < prompt_tokens:
         return 0
     return tokens_per_span(plan, prompt_tokens)[span] + length - prompt_tokens
@@ -60,6 +66,21 @@ def pages_held(plan: PrefillPlan, length: int, prompt_tokens: int, page_size: in
     return shared + sum(
         pages_of(private_tokens(plan, span, length, prompt_tokens), page_size) for span in private
     )
+
+
+def pages_taken(
+    plan: PrefillPlan, begin: int, end: int, prompt_tokens: int, page_size: int, opened: bool
+) -> int:
+    """Physical pages that computing the tokens ``begin .. end - 1`` takes.
+
+    Args:
+        opened: whether the request has computed tokens before; otherwise what lies before ``begin`` is a hit in the
+            prefix cache, which holds shared spans only.
+    """
+    held = pages_held(plan, begin, prompt_tokens, page_size) if opened else 0
+    if not opened:
+        held = plan.shared_spans * pages_of(begin, page_size)
+    return pages_held(plan, end, prompt_tokens, page_size) - held
 
 
 class KvMemory:
@@ -130,9 +151,11 @@ class KvMemory:
         for span in self.tables.lengths(step.row):
             owner = self.owners[step.row]
             decided = owner.plan.step_of_span(span)
-            if decided is None or decided.kind == SCORED:
+            if decided is None or (decided.kind == SCORED and not decided.kept):
                 continue  # by retention or by scores: the mechanism itself knows how many entries there are
             before = private_tokens(owner.plan, span, step.begin, owner.prompt_tokens)
+            if self.tables.length(step.row, span) == 0:
+                before = 0
             count = private_tokens(owner.plan, span, step.end, owner.prompt_tokens) - before
             if count:
                 found.append((span, count))

@@ -6,6 +6,7 @@ import numpy as np
 
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.kv.prefix import UNBACKED
+from fathom.runtime.plan import FIXED
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,16 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray) -> Sp
 
     for i, row in enumerate(batch.rows.tolist()):
         new, again = int(batch.new[i]), bool(batch.again[i])
+        if private[i] and batch.ghost[i]:
+            segment(dummy, 1)
+            continue
         if private[i]:
-            slots = dummy if batch.ghost[i] else memory.tables.slots(row, span).astype(np.int32)
+            slots = memory.tables.slots(row, span).astype(np.int32)
+        else:
+            slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1]])
+        if private[i] and _anchored(memory, row, span):
             segment(slots, new + again)
             continue
-        slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1]])
         if again:
             segment(slots[:1], 1, dummy)
         segment(slots, new)
@@ -104,3 +110,9 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray) -> Sp
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         np.concatenate(writes or [empty]).astype(np.int64),
     )
+
+
+def _anchored(memory: KvMemory, row: int, span: int) -> bool:
+    """Whether the anchor stands right before the decode-side tokens in this span's table."""
+    step = memory.owners[row].plan.step_of_span(span)
+    return step is not None and step.kind == FIXED

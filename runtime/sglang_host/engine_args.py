@@ -3,6 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from fathom.runtime.plan import default_span
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from transformers import PretrainedConfig
@@ -35,18 +37,33 @@ def with_cpu_defaults(argv: list[str]) -> list[str]:
     return result
 
 
-def cpu_pool_tokens(config: "PretrainedConfig", dtype_bytes: int, context_length: int | None) -> int:
+def kv_bytes_per_token(config: "PretrainedConfig", dtype_bytes: int) -> int:
+    """KV bytes of one token over all layers."""
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype_bytes
+
+
+def cpu_pool_tokens(
+    config: "PretrainedConfig",
+    dtype_bytes: int,
+    context_length: int | None,
+    draft: "PretrainedConfig | None" = None,
+) -> int:
     """Size of the KV pool on a CPU in tokens: 4 GiB, or 16 contexts where that is less.
 
     Args:
-        config: the model's Hugging Face configuration.
+        config: the model's Hugging Face configuration; draft: the draft model's, whose KV counts too.
         dtype_bytes: size of one element of the KV cache.
         context_length: the operator's limit, if any.
     """
     text = config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * kv_heads * head_dim * dtype_bytes
+    per_token = kv_bytes_per_token(config, dtype_bytes)
+    if draft is not None:
+        # The draft has a slot for each virtual one, of which there are as many per token as spans.
+        spans = text.num_hidden_layers // default_span(text.num_hidden_layers)
+        per_token += spans * kv_bytes_per_token(draft, dtype_bytes)
     context = context_length or text.max_position_embeddings
     return min(CPU_KV_BYTES // per_token, CPU_KV_CONTEXTS * context)
 
@@ -58,7 +75,7 @@ def _limit_cpu_pool(argv: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag, kind in {"--model-path": str, "--context-length": int, "--max-total-tokens": int}.items():
         parser.add_argument(flag, type=kind)
-    for flag in ("--dtype", "--revision"):
+    for flag in ("--dtype", "--revision", "--speculative-draft-model-path"):
         parser.add_argument(flag)
     given, _ = parser.parse_known_args(argv)
     if given.max_total_tokens is not None or given.model_path is None:
@@ -66,7 +83,9 @@ def _limit_cpu_pool(argv: list[str]) -> list[str]:
     try:
         config = AutoConfig.from_pretrained(given.model_path, revision=given.revision)
         dtype_bytes = 4 if given.dtype in ("float", "float32") else 2
-        tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length)
+        path = given.speculative_draft_model_path
+        draft = None if path is None else AutoConfig.from_pretrained(path)
+        tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length, draft)
     except (OSError, ValueError, AttributeError):
         return argv
     return [*argv, "--max-total-tokens", str(tokens)]

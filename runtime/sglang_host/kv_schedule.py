@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache import allocation
 
-from fathom.runtime.kv.memory import Growth, pages_held
+from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -39,9 +39,8 @@ def alloc_for_extend(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     ends = [begin + new for begin, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     needed = 0
     for request, begin, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True):
-        plan = allocator.plan_of(request)
-        total = pages_held(plan, end, prompt_tokens(request), size)
-        needed += total - pages_held(plan, begin, prompt_tokens(request), size)
+        plan, opened = allocator.plan_of(request), request.kv.holds_kv
+        needed += pages_taken(plan, begin, end, prompt_tokens(request), size, opened)
     _require(allocator, batch.tree_cache, needed, "Prefill")
     with allocator.physical_pages_seen_to():
         slots, rows, rows_cpu = _alloc_for_extend(batch)
@@ -113,12 +112,15 @@ def _dense_tokens(pages: int, allocator: DepthAllocator) -> int:
     return -(-pages * allocator.page_size // allocator.memory.spans)
 
 
-def saved_tokens(plan: PrefillPlan, begin: int, end: int, prompt: int, allocator: DepthAllocator) -> int:
-    """How much less the tokens ``begin .. end - 1`` take than at all depths, in tokens at all depths."""
-    size = allocator.page_size
-    pages = pages_held(plan, end, prompt, size) - pages_held(plan, begin, prompt, size)
+def saved_tokens(request: Req, begin: int, end: int, allocator: DepthAllocator) -> int:
+    """How much less the tokens ``begin .. end - 1`` take than at all depths, in tokens at all depths.
+
+    Less than 0 where the first chunk of a prompt takes the room for later ones too.
+    """
+    size, plan = allocator.page_size, allocator.plan_of(request)
+    pages = pages_taken(plan, begin, end, prompt_tokens(request), size, request.kv.holds_kv)
     dense = (pages_of(end, size) - pages_of(begin, size)) * size
-    return max(dense - _dense_tokens(pages, allocator), 0)
+    return dense - _dense_tokens(pages, allocator)
 
 
 class DepthPrefillAdder(PrefillAdder):
@@ -159,10 +161,8 @@ class DepthPrefillAdder(PrefillAdder):
     def _judge(self, req: Req, end: int, add: Any, *args: Any, **kwargs: Any) -> Any:
         allocator = self.token_to_kv_pool_allocator
         self._judged = req
-        begin, prompt = len(req.prefix_indices), prompt_tokens(req)
-        self._saved = (
-            saved_tokens(allocator.plan_of(req), begin, end, prompt, allocator) if end > begin else 0
-        )
+        begin = len(req.prefix_indices)
+        self._saved = saved_tokens(req, begin, end, allocator) if end > begin else 0
         try:
             return add(req, *args, **kwargs)
         finally:
@@ -176,9 +176,7 @@ class DepthPrefillAdder(PrefillAdder):
             return
         allocator, req = self.token_to_kv_pool_allocator, self._judged
         begin = len(req.prefix_indices)
-        saved = saved_tokens(
-            allocator.plan_of(req), begin, begin + extend_input_len, prompt_tokens(req), allocator
-        )
+        saved = saved_tokens(req, begin, begin + extend_input_len, allocator)
         self.rem_total_token_offset -= saved
         self.cur_rem_token_offset -= saved
 

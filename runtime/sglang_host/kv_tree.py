@@ -33,9 +33,10 @@ class DepthRadixCache(RadixCache):
     def evictable_size(self) -> int:
         """Tokens kept at all depths that would fit in what could be evicted."""
         allocator = self.token_to_kv_pool_allocator
-        free = allocator.memory.pool.free
-        # Together with what is free, so that no page is lost to rounding twice.
-        return allocator.dense_size(free + self.evictable_pages) - allocator.dense_size(free)
+        # Together with what is free, so that no page is lost to rounding twice. Tokens may be cached with few pages
+        # behind them, or none: then it is virtual slots that can be had back.
+        pages = allocator.dense_size(allocator.memory.pool.free + self.evictable_pages)
+        return min(allocator.virtual_size() + self.evictable_size_, pages) - allocator.available_size()
 
     def cached_slots(self) -> torch.Tensor:
         """All virtual slots in the tree."""

@@ -36,16 +36,23 @@ def install(depth_span: int | None = None) -> None:
         from sglang.srt.mem_cache import registry
 
         from fathom.runtime.sglang_host import cpu_ops, kv_tree
-        from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
 
-        register_attention_backend("torch_native")(CpuAttentionBackend)
+        register_attention_backend("torch_native")(_cpu_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
         registry.default_radix_cache_factory = kv_tree.factory
         cpu_ops.register()
+
+
+def _cpu_backend(model_runner: Any) -> Any:
+    """The attention backend of the target, or of the draft."""
+    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend
+
+    return (DraftAttentionBackend if model_runner.is_draft_worker else CpuAttentionBackend)(model_runner)
 
 
 def verify_or_exit(role: str) -> None:

@@ -1,13 +1,20 @@
 """What a request of SGLang's asks of the engine, in Fathom's terms."""
 
+import weakref
 from functools import lru_cache
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
-from fathom.runtime.plan import PrefillPlan, build
+from fathom.runtime.plan import PrefillPlan, Step, build
+from fathom.runtime.specprefill.config import SpecPrefillConfig
+from fathom.runtime.specprefill.select import Span
+from fathom.runtime.specprefill.step import config_of, step
 
 POLICY_KEY = "fathom"  # in SamplingParams.custom_params
+PROTECTED_KEY = "fathom_protected"  # the same: [[start, stop], ...], tokens that a selection must keep
+WHOLE_KEY = "whole/"
+"""In the prefix cache's key of a prompt that its policy leaves whole: others of that policy keep less KV."""
 
 
 def policy_of(request: Req) -> dict[str, Any]:
@@ -16,14 +23,65 @@ def policy_of(request: Req) -> dict[str, Any]:
     return dict(params.get(POLICY_KEY, {})) if isinstance(params, dict) else {}
 
 
+def protected_spans(request: Req) -> tuple[Span, ...]:
+    """What a selection must keep of the prompt; what lies behind a truncated prompt's end is left out."""
+    params = request.sampling_params.custom_params
+    given = params.get(PROTECTED_KEY, ()) if isinstance(params, dict) else ()
+    end = prompt_tokens(request)
+    return tuple((start, min(stop, end)) for start, stop in given if start < end)
+
+
+def specprefill_of(request: Req) -> SpecPrefillConfig:
+    """The numbers of the request's policy."""
+    return config_of(policy_of(request))
+
+
+def is_judged(request: Req) -> bool:
+    """Whether the draft decides which tokens of the prompt enter the target."""
+    config = specprefill_of(request)
+    return step(config, prompt_tokens(request), protected_spans(request)) is not None
+
+
+def uses_draft(request: Req) -> bool:
+    """Whether the draft reads this request's tokens."""
+    return bool(policy_of(request).get("speculative", False)) or is_judged(request)
+
+
+def ends_of(request: Req) -> frozenset[int]:
+    """Token ids that end the request's answer."""
+    if request.sampling_params.ignore_eos:
+        return frozenset()
+    ends = set(request.eos_token_ids or ()) | set(request.sampling_params.stop_token_ids or ())
+    if request.tokenizer is not None:
+        ends |= {request.tokenizer.eos_token_id, *(request.tokenizer.additional_stop_token_ids or ())}
+    return frozenset(ends - {None})
+
+
+def separate_cache_key(request: Req) -> None:
+    """Keep a prompt that stays whole under a selecting policy apart from the prompts that do not."""
+    config, key = specprefill_of(request), request.extra_key or ""
+    if config.keep_rate != 1 and not is_judged(request) and not key.endswith(WHOLE_KEY):
+        request.extra_key = key + WHOLE_KEY
+
+
 @lru_cache(maxsize=4096)
-def _plan(policy: tuple[tuple[str, Any], ...], layers: int, span: int) -> PrefillPlan:
-    return build(dict(policy), layers, span)
+def _plan(policy: tuple[tuple[str, Any], ...], layers: int, span: int, selection: Step | None) -> PrefillPlan:
+    return build(dict(policy), layers, span, [lambda *_: selection])
+
+
+_PLANS: weakref.WeakKeyDictionary[Req, tuple[int, PrefillPlan]] = weakref.WeakKeyDictionary()
 
 
 def plan_of(request: Req, layers: int, span: int) -> PrefillPlan:
     """The request's prefill plan for a model of ``layers`` layers cut into spans of ``span``."""
-    return _plan(tuple(sorted(policy_of(request).items())), layers, span)
+    length = prompt_tokens(request)
+    known = _PLANS.get(request)
+    if known is not None and known[0] == length and (known[1].layers, known[1].span) == (layers, span):
+        return known[1]
+    selection = step(specprefill_of(request), length, protected_spans(request))
+    plan = _plan(tuple(sorted(policy_of(request).items())), layers, span, selection)
+    _PLANS[request] = length, plan
+    return plan
 
 
 def prompt_tokens(request: Req) -> int:

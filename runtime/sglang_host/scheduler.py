@@ -8,13 +8,16 @@ import sglang
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_serving
 
-from fathom.runtime.sglang_host import kv_schedule, seams
+from fathom.runtime.config import DRAFTED, without_draft
+from fathom.runtime.sglang_host import bursts, kv_schedule, seams
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.requests import separate_cache_key
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -26,6 +29,8 @@ def _name(obj: object) -> str:
 
 class FathomScheduler(Scheduler):
     """SGLang's scheduler, event loop and all, running :class:`FathomWorker`."""
+
+    batch_result_processor: SchedulerBatchResultProcessor
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = FathomWorker(
@@ -39,6 +44,11 @@ class FathomScheduler(Scheduler):
         super().init_output_streamer()
         self.output_streamer.ledger = self.tp_worker.ledger
 
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        if self.tp_worker.draft_side is not None:
+            self.batch_result_processor = bursts.install(self.batch_result_processor)
+
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()
         if isinstance(self.token_to_kv_pool_allocator, DepthAllocator):
@@ -47,6 +57,7 @@ class FathomScheduler(Scheduler):
             self.invariant_checker = DepthInvariantChecker(**fields)
 
     def init_req_max_new_tokens(self, req: Req) -> None:
+        separate_cache_key(req)
         asked = req.sampling_params.max_new_tokens
         super().init_req_max_new_tokens(req)
         allocator = self.token_to_kv_pool_allocator
@@ -78,6 +89,7 @@ class FathomScheduler(Scheduler):
             "seams": len(seams.rows("scheduler")),
             "lacking": self._lacking(),
             "kv_pool": self._kv_pool(),
+            "draft": None if (side := self.tp_worker.draft_side) is None else side.report(),
             "steps": dict(self.tp_worker.ledger.totals),
             "open_accounts": len(self.tp_worker.ledger),
         }
@@ -99,7 +111,8 @@ class FathomScheduler(Scheduler):
             "the model takes images or sound": config.is_multimodal,
         }
         found = [reason for reason, holds in reasons.items() if holds]
-        return {"SPEED": "; ".join(found)} if found else {}
+        lacking = {} if self.tp_worker.draft_worker else without_draft()
+        return lacking | (dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {})
 
     def _kv_pool(self) -> dict[str, Any]:
         """The KV pool: in tokens as SGLang counts them, and in pages."""

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fathom.runtime.sglang_host.draft_seams import DRAFT_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
@@ -379,6 +380,7 @@ LEDGER: tuple[Seam, ...] = (
         )
     ),
     *KV_SEAMS,
+    *DRAFT_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

@@ -40,7 +40,7 @@ class SpanForward:
             raise NotImplementedError("a prompt that comes as embeddings cannot be narrowed")
         self.forward_batch, self.plain = forward_batch, self.backend.batch
         self.logprob_starts = forward_batch.extend_logprob_start_lens_cpu
-        rows = staircase.first_rows(self.works)
+        rows = self.first_rows()
         self._load(rows, input_ids, positions)
         self.logits: LogitsProcessorOutput | None = None
         if staircase.climb(self, self.works, rows) is None:
@@ -49,6 +49,10 @@ class SpanForward:
             return LogitsProcessorOutput(next_token_logits=dummy)
         assert self.logits is not None
         return self.logits
+
+    def first_rows(self) -> Rows:
+        """The rows at layer 0."""
+        return staircase.first_rows(self.works)
 
     def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         again = torch.from_numpy(rows.again).to(input_ids.device)

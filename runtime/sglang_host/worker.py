@@ -2,31 +2,70 @@
 
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fathom.runtime import flow
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, RequestLedger
-from fathom.runtime.plan import tokens_per_span
-from fathom.runtime.sglang_host import kv_schedule
+from fathom.runtime.plan import SCORED, tokens_per_span
+from fathom.runtime.sglang_host import draft_cache, kv_schedule
+from fathom.runtime.sglang_host.bursts import with_runs
+from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
+from fathom.runtime.sglang_host.draft_side import DraftSide
+from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import DepthKvPool
 from fathom.runtime.sglang_host.requests import policy_of, prompt_tokens
 from fathom.runtime.sglang_host.spans import SpanForward
+from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
+from fathom.runtime.sglang_host.tails import Tails
+
+UNCHUNKED = 1 << 30
 
 
 class FathomWorker(TpModelWorker):
     """SGLang's worker with the step handed to ``runtime/flow.py``."""
 
     ledger: RequestLedger
+    draft_worker: DraftWorker | None = None
+    draft_side: DraftSide | None = None
+    tails: Tails
+    proposals: list[Proposal]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if get_spec().speculative_draft_model_path is not None:
+            self.draft_worker = DraftWorker(self)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
             kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
+        if self.draft_worker is not None:
+            if not isinstance(self.allocator, DepthAllocator):
+                raise ValueError(
+                    "--draft-model-path needs KV in depth pages, which this machine's platform has not"
+                )
+            self.draft_worker.make_pool(self.allocator.virtual_pages * self.allocator.page_size)
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        if self.draft_worker is not None:
+            self.draft_worker.init_attention_backends()
+            rows = self.model_runner.req_to_token_pool.req_to_token
+            self.draft_side = DraftSide(DraftModel(self.draft_worker), rows)
+            self.tails = Tails(self.allocator, rows)
+            draft_cache.install(self.draft_side)
+
+    def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+        super().init_cuda_graphs(*args, **kwargs)
+        if self.draft_worker is not None:
+            self.draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
 
     @property
     def allocator(self) -> Any:
@@ -55,8 +94,38 @@ class FathomWorker(TpModelWorker):
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
+    def draft(self, batch: ScheduleBatch) -> None:
+        self.proposals = []
+        if self.draft_side is None:
+            return
+        if batch.forward_mode.is_extend():
+            self.draft_side.read_prefill(batch)
+            self.proposals = propose_ahead(batch, self.draft_side, self.tails)
+        elif batch.forward_mode.is_decode():
+            self.proposals = propose(batch, self.draft_side, self.tails)
+            self.draft_side.catch_up(batch)
+
     def forward(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         return super().forward_batch_generation(batch, **options)
+
+    def proposed(self) -> bool:
+        return bool(self.proposals)
+
+    def verify(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
+        assert self.draft_side is not None
+        forward = VerifyForward(self.model_runner, batch, self.proposals)
+        result = self._step_around(forward, batch, **options)
+        return self._settled(batch, result, forward.logits)
+
+    def _settled(
+        self, batch: ScheduleBatch, result: GenerationBatchResult, logits: dict[int, torch.Tensor]
+    ) -> GenerationBatchResult:
+        assert self.draft_side is not None
+        runs = settle(batch, self.proposals, logits, self.draft_side, self.tails)
+        for proposal in self.proposals:
+            account = self.ledger.open(batch.reqs[proposal.index], {})
+            self.ledger.drafted(account, len(proposal.tokens), len(runs[proposal.index].tokens) - 1)
+        return with_runs(result, runs)
 
     def narrows(self, batch: ScheduleBatch) -> bool:
         if not batch.forward_mode.is_extend() or not isinstance(self.allocator, DepthAllocator):
@@ -64,13 +133,27 @@ class FathomWorker(TpModelWorker):
         return not all(self.allocator.plan_of(request).dense for request in batch.reqs)
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
-        # SGLang's own step, from its input buffers to its sampler, around another forward of the model.
+        forward = self._stairs(batch)
+        result = self._step_around(forward, batch, **options)
+        if isinstance(forward, KeptForward) and self.proposals:
+            return self._settled(batch, result, forward.drafted_logits)
+        return result
+
+    def _step_around(self, forward: Any, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
+        """SGLang's own step, from its input buffers to its sampler, around another forward of the model."""
         model = self.model_runner.model
-        model.forward = SpanForward(self.model_runner, batch, self.allocator)
+        model.forward = forward
         try:
             return super().forward_batch_generation(batch, **options)
         finally:
             del model.forward
+
+    def _stairs(self, batch: ScheduleBatch) -> SpanForward:
+        if self.draft_side is None:
+            return SpanForward(self.model_runner, batch, self.allocator)
+        chunk = get_schedule().chunked_prefill_size or UNCHUNKED
+        chunk = chunk if chunk > 0 else UNCHUNKED
+        return KeptForward(self.model_runner, batch, self.allocator, self.draft_side, chunk, self.proposals)
 
     def close_accounts(self, batch: ScheduleBatch, accounts: list[Account]) -> None:
         extends = batch.extend_lens if batch.forward_mode.is_extend() else [0] * len(accounts)
@@ -90,6 +173,12 @@ class FathomWorker(TpModelWorker):
         if not plan.dense and not plan.scored:
             per_span = tokens_per_span(plan, prompt)
             account.kept_tokens, account.deep_tokens = round(sum(per_span) / plan.spans), per_span[-1]
+        selection = None if self.draft_side is None else self.draft_side.state(request).selection
+        if selection is not None:
+            lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
+            kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
+            account.deep_tokens = kept if lower == plan.spans else deep
+            account.kept_tokens = round((kept * lower + deep * (plan.spans - lower)) / plan.spans)
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size

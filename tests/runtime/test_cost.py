@@ -313,9 +313,10 @@ def test_plan_of_a_policy(fields, same):
 
 
 def test_plan_of_a_policy_with_what_the_operator_set():
-    policy = replace(config.Policy(), tsp_rate=0.2, prefill_keep_rate=0.5, decode="slow_fast")
+    policy = replace(config.Policy(), tsp_rate=0.2, prefill_keep_rate=0.5, min_prompt_tokens=10)
+    policy = replace(policy, decode="slow_fast")
     slow_fast = SlowFast(0.5, 1, 2, 3)
-    plan = cost.policy_plan(policy, 8, 400, min_prompt_tokens=10, tsp_layer=6, slow_fast=slow_fast)
+    plan = cost.policy_plan(policy, 8, 400, tsp_layer=6, slow_fast=slow_fast)
     assert plan.computed == (208,) * 6 + (42,) * 2 and plan.budget == 6
     with pytest.raises(ValueError, match="decided per prompt"):
         cost.policy_plan(replace(config.Policy(), prefill_keep_rate="auto"), 8, 100)

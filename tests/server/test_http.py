@@ -239,11 +239,12 @@ def test_a_batch_accounts_for_each_item(client):
 
 
 LONG = "red box " * 9000
+NO_DRAFT = "no draft model is loaded; start with --draft-model-path"
 REFUSED = [
     ({"fathom": {"prefill_keep_rate": 1.7}}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 1.7'),
     (
         {"fathom": {"prefill_keep_rate": 0.5}},
-        "SpecPrefill is not available in this build; legal: 1.0, got 0.5",
+        f"SpecPrefill is not available here ({NO_DRAFT}); legal: 1.0, got 0.5",
     ),
     ({"fathom": {"lookahead": 0}}, "fathom.lookahead must be an integer in [1, 64], got 0"),
     ({"fathom": {"depth_cutoff": 0}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 0'),
@@ -259,7 +260,10 @@ REFUSED = [
         {"fathom": {"decode": "slow_fast"}},
         'SFI is not available in this build; legal: "full", got "slow_fast"',
     ),
-    ({"fathom": {"speculative": True}}, "drafting is not available in this build; legal: false, got true"),
+    (
+        {"fathom": {"speculative": True}},
+        f"drafting is not available here ({NO_DRAFT}); legal: false, got true",
+    ),
     (
         {"fathom": {"preset": "turbo"}},
         'fathom.preset: "turbo" is not available in this build; legal: "exact"',

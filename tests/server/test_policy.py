@@ -26,6 +26,8 @@ LEGAL = {
     "preset": st.just("exact"),
     "prefill_keep_rate": rates | st.just("auto"),
     "lookahead": st.integers(1, 64),
+    "min_prompt_tokens": st.integers(0, 10000),
+    "prefill_selection": st.sampled_from(["attention", "random"]),
     "depth_cutoff": st.sampled_from([4, 8, 12, 16, "full"]),
     "anchors": st.sampled_from(["bos", "none"]),
     "tsp_rate": rates,
@@ -33,6 +35,7 @@ LEGAL = {
     "retention_policy": st.sampled_from(list(RETENTION_POLICIES)),
     "decode": st.sampled_from(["slow_fast", "full"]),
     "speculative": st.booleans(),
+    "draft_tokens": st.integers(1, 16),
 }
 requests = st.fixed_dictionaries({}, optional=LEGAL)
 json_values = st.recursive(
@@ -199,8 +202,8 @@ def test_flags_come_from_the_fields():
     assert config.from_arguments(parser.parse_args([])) == Policy()
     with pytest.raises(PolicyError, match=r"^--tsp-rate must be in \(0, 1\], got 3.0$"):
         config.from_arguments(parser.parse_args(["--tsp-rate", "3"]))
-    with pytest.raises(PolicyError, match=r"^--speculative: drafting is not available"):
-        config.from_arguments(parser.parse_args(["--speculative"]))
+    with pytest.raises(PolicyError, match=r"^--speculative: drafting is not available here \(no draft"):
+        config.from_arguments(parser.parse_args(["--speculative"]), Limits(lacking=config.without_draft()))
 
 
 def test_what_the_model_lacks_is_refused_with_the_reason():

@@ -1,0 +1,159 @@
+"""The target's distribution at a row, as SGLang's sampler makes it, for rows that SGLang's step does not sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+from sglang.srt.managers.schedule_batch import Req
+
+from fathom.runtime.verify import match, reject, target_probs
+
+
+@dataclass
+class Run:
+    """The tokens that one step puts out for a request.
+
+    Attributes:
+        logprobs: per token its log-probability, empty when nobody asked.
+        top: per token (values, ids) of the most likely tokens; chosen: (values, ids) of the ids asked for.
+    """
+
+    tokens: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[list[float], list[int]]] = field(default_factory=list)
+    chosen: list[tuple[list[float], list[int]]] = field(default_factory=list)
+
+
+def may_draft(request: Req) -> bool:
+    """Whether tokens drafted for this request can be verified in one pass.
+
+    Penalties and a minimal length make a row's distribution depend on what was drafted before it in ways that
+    SGLang's sampler keeps account of for one token per step; such requests run one token at a time.
+    """
+    p = request.sampling_params
+    plain = p.frequency_penalty == 0 and p.presence_penalty == 0 and p.repetition_penalty == 1
+    whole = not request.return_hidden_states and not request.return_sampling_mask
+    return (
+        plain
+        and whole
+        and p.min_new_tokens == 0
+        and request.custom_logit_processor is None
+        and request.beam_group is None
+    )
+
+
+def is_greedy(request: Req) -> bool:
+    """Whether the request takes the most likely token."""
+    return request.sampling_params.top_k == 1
+
+
+def grammar_mask(grammar: Any, vocabulary: int) -> torch.Tensor | None:
+    """SGLang's bit mask [1, words] of what the grammar allows next; None when it allows everything."""
+    if grammar is None or grammar.finished or grammar.is_terminated():
+        return None
+    mask = grammar.allocate_vocab_mask(vocab_size=vocabulary, batch_size=1, device="cpu")
+    grammar.fill_vocab_mask(mask, 0)
+    return mask
+
+
+class RowSampler:
+    """What one request of a batch asks of its rows.
+
+    Args:
+        info: SGLang's sampling information of the batch; index: the request's place in it.
+    """
+
+    def __init__(self, request: Req, info: Any, index: int) -> None:
+        self.request, self.info, self.index = request, info, index
+        self.greedy = is_greedy(request)
+        self.seeded = request.sampling_params.sampling_seed is not None and info.sampling_seed is not None
+
+    def prepare(self, logits: torch.Tensor, masks: list[torch.Tensor | None]) -> torch.Tensor:
+        """Logits [rows, vocabulary] with the request's bias and each row's grammar mask; a new tensor."""
+        logits = logits.float().clone()
+        if self.info.logit_bias is not None:
+            logits += self.info.logit_bias[self.index]
+        for row, mask in zip(logits, masks, strict=True):
+            if mask is not None:
+                self.request.grammar.apply_vocab_mask(row.view(1, -1), mask)
+        return logits
+
+    def _each(self, values: torch.Tensor, rows: int) -> torch.Tensor:
+        return values[self.index].reshape(1).expand(rows)
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] that a token is drawn from."""
+        info, rows = self.info, len(logits)
+        return target_probs(
+            logits,
+            self._each(info.temperatures, rows),
+            self._each(info.top_ks, rows),
+            self._each(info.top_ps, rows),
+            self._each(info.min_ps, rows),
+        )
+
+    def propose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+        """A token from the draft's prepared logits [1, vocabulary], and the distribution it was drawn from.
+
+        None stands for a token taken without chance.
+        """
+        if self.greedy or self.seeded:
+            return int(logits.argmax()), None
+        probs = self.probs(logits)
+        return int(torch.multinomial(probs, 1)), probs
+
+    def accept(
+        self, logits: torch.Tensor, drafted: list[int], proposed: list[torch.Tensor | None], position: int
+    ) -> list[int]:
+        """The tokens that stand, and the one that follows them.
+
+        Args:
+            logits: [len(drafted) + 1, vocabulary] prepared; position: of the token before the first drafted one.
+        """
+        count = torch.tensor([len(drafted)])
+        tokens = torch.tensor([drafted], dtype=torch.long)
+        if self.greedy or self.seeded:
+            choices = (
+                (logits.argmax(-1) if self.greedy else self._seeded(logits, position)).view(1, -1).long()
+            )
+            return choices[0, : int(match(choices, tokens, count)) + 1].tolist()
+        vocabulary = logits.shape[1]
+        q = [
+            torch.nn.functional.one_hot(torch.tensor([token]), vocabulary).float() if probs is None else probs
+            for token, probs in zip(drafted, proposed, strict=True)
+        ]
+        draft = torch.cat(q).view(1, -1, vocabulary) if q else logits.new_zeros(1, 0, vocabulary)
+        accepted, following = reject(self.probs(logits).unsqueeze(0), draft, tokens, count)
+        return [*drafted[: int(accepted)], int(following)]
+
+    def _seeded(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """What SGLang draws for the request's seed at each row's position."""
+        info, rows = self.info, len(logits)
+        probs = torch.softmax(logits / self._each(info.temperatures, rows).view(-1, 1), -1)
+        return top_k_top_p_min_p_sampling_from_probs_torch(
+            probs,
+            self._each(info.top_ks, rows),
+            self._each(info.top_ps, rows),
+            self._each(info.min_ps, rows),
+            False,
+            self._each(info.sampling_seed, rows),
+            torch.arange(position, position + rows),
+        )
+
+    def run(self, logits: torch.Tensor, tokens: list[int]) -> Run:
+        """The tokens with the log-probabilities that the request asked for, from its prepared logits."""
+        found, asked = Run(tokens), self.request.logprob
+        if not self.request.return_logprob:
+            return found
+        temperature = 1.0 if self.greedy else float(self.info.temperatures[self.index])
+        logprobs = torch.log_softmax(logits[: len(tokens)] / temperature, -1)
+        logprobs = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
+        found.logprobs = logprobs.gather(1, torch.tensor(tokens).view(-1, 1)).view(-1).tolist()
+        if asked.top_logprobs_num > 0:
+            values, ids = logprobs.topk(asked.top_logprobs_num)
+            found.top = list(zip(values.tolist(), ids.tolist(), strict=True))
+        if asked.token_ids_logprob is not None:
+            ids = list(asked.token_ids_logprob)
+            found.chosen = [(row[ids].tolist(), ids) for row in logprobs]
+        return found

@@ -1,0 +1,249 @@
+"""Speculative decoding in one engine step: the draft proposes, the target verifies in one pass, both roll back.
+
+To SGLang it stays a decode step of one token per request. Room for the drafted tokens is taken before the forward
+and what is rejected is given back after it, so that between steps a request holds exactly what it has put out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+from fathom.runtime.kv.view import Batch
+from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host.draft_model import Read
+from fathom.runtime.sglang_host.draft_side import DraftSide
+from fathom.runtime.sglang_host.lookahead import Prompt
+from fathom.runtime.sglang_host.requests import ends_of, policy_of
+from fathom.runtime.sglang_host.rows import RowSampler, Run, grammar_mask, may_draft
+from fathom.runtime.sglang_host.tails import Tail, Tails
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass
+class Proposal:
+    """Tokens drafted for one request of a batch.
+
+    Attributes:
+        index: the request's place in the batch; tail: room for the tokens.
+        tokens: what was drafted; probs: [1, vocabulary] each was drawn from, None where no chance was in it.
+        masks: of the grammar, before each token and after the last.
+        ahead: the look-ahead that the tokens come from, if they do.
+        ended: whether the last token ends what the grammar allows.
+    """
+
+    index: int
+    tail: Tail
+    sampler: RowSampler
+    tokens: list[int] = field(default_factory=list)
+    probs: list[torch.Tensor | None] = field(default_factory=list)
+    masks: list[torch.Tensor | None] = field(default_factory=list)
+    ahead: Prompt | None = None
+    ended: bool = False
+
+
+def room_for_output(proposal_limit: int, request: Any) -> int:
+    """How many drafted tokens can still be put out before the one that ends the answer by its length."""
+    left = request.sampling_params.max_new_tokens - len(request.output_ids)
+    return max(min(proposal_limit, left - 1), 0)
+
+
+def propose(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[Proposal]:
+    """Draft tokens for the requests of a decode batch that want them and have room for them."""
+    proposals = []
+    for index, request in enumerate(batch.reqs):
+        if not policy_of(request).get("speculative", False) or not may_draft(request):
+            continue
+        wanted = room_for_output(side.state(request).pace.next(), request)
+        tail = tails.take(request, wanted) if wanted else None
+        if tail is not None and tail.count:
+            proposals.append(Proposal(index, tail, RowSampler(request, batch.sampling_info, index)))
+    if proposals:
+        _draft(proposals, side)
+    for proposal in proposals:
+        # A draft that met the end of the answer leaves room unused.
+        proposal.tail = tails.shrink(proposal.tail, len(proposal.tokens))
+    return proposals
+
+
+def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[Proposal]:
+    """Take up what the draft said while it judged the prompts that end in this prefill batch.
+
+    These tokens go through the target in the same forward as the kept tokens of the prompt, so that the first
+    output may be several tokens.
+    """
+    if batch.return_logprob and any(
+        start < new for start, new in zip(batch.extend_logprob_start_lens, batch.extend_lens, strict=True)
+    ):
+        return []  # log-probabilities of prompt tokens fill the rows of the logits
+    proposals = []
+    for index, request in enumerate(batch.reqs):
+        ahead, side_state = side.state(request).ahead, side.state(request)
+        side_state.ahead = None
+        if ahead is None or not policy_of(request).get("speculative", False) or not may_draft(request):
+            continue
+        room = tails.take(request, room_for_output(len(ahead.tokens), request))
+        proposal = Proposal(index, room, RowSampler(request, batch.sampling_info, index), ahead=ahead)
+        _take_up(proposal, ahead.tokens[: room.count], side.model.vocabulary)
+        proposal.tail = tails.shrink(room, len(proposal.tokens))
+        if proposal.tokens:
+            proposals.append(proposal)
+    return proposals
+
+
+def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None:
+    """Propose tokens up to the first that the request's grammar does not allow."""
+    grammar = proposal.sampler.request.grammar
+    for token in tokens:
+        mask = grammar_mask(grammar, vocabulary)
+        if grammar is not None and not _accepts(grammar, token):
+            break
+        proposal.tokens.append(token)
+        proposal.probs.append(None)
+        proposal.masks.append(mask)
+    proposal.masks.append(grammar_mask(grammar, vocabulary))
+    if grammar is not None and proposal.tokens:
+        proposal.ended = grammar.is_terminated()
+        grammar.rollback(len(proposal.tokens))
+
+
+def _accepts(grammar: Any, token: int) -> bool:
+    if grammar.is_terminated():
+        return False
+    try:
+        grammar.accept_token(token)
+    except ValueError:
+        return False
+    return True
+
+
+def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
+    """Read what the draft has not read, then decode, all requests at once."""
+    logits = side.read([(p.tail.request, p.tail.begin) for p in proposals])
+    running = list(proposals)
+    while running:
+        for proposal, row in zip(running, logits, strict=True):
+            _choose(proposal, row.view(1, -1))
+        running = [p for p in running if _goes_on(p)]
+        if running:
+            reads = [
+                Read(side.slots(p.tail.request, p.tail.begin + len(p.tokens)), p.tokens[-1:]) for p in running
+            ]
+            logits = side.model.read(reads)
+    for proposal in proposals:
+        grammar = proposal.sampler.request.grammar
+        proposal.masks.append(grammar_mask(grammar, logits.shape[1]))
+        if grammar is not None:
+            proposal.ended = grammar.is_terminated()
+            grammar.rollback(len(proposal.tokens))
+
+
+def _choose(proposal: Proposal, logits: torch.Tensor) -> None:
+    grammar = proposal.sampler.request.grammar
+    mask = grammar_mask(grammar, logits.shape[1])
+    token, probs = proposal.sampler.propose(proposal.sampler.prepare(logits, [mask]))
+    proposal.tokens.append(token)
+    proposal.probs.append(probs)
+    proposal.masks.append(mask)
+    if grammar is not None:
+        grammar.accept_token(token)
+
+
+def _goes_on(proposal: Proposal) -> bool:
+    request = proposal.tail.request
+    if request.grammar is not None and request.grammar.is_terminated():
+        return False
+    return len(proposal.tokens) < proposal.tail.count and proposal.tokens[-1] not in ends_of(request)
+
+
+class VerifyForward:
+    """Takes the place of ``model.forward`` for one decode batch; drafted tokens are rows beside the batch's own."""
+
+    def __init__(self, runner: "ModelRunner", batch: ScheduleBatch, proposals: Sequence[Proposal]) -> None:
+        self.runner, self.rows = runner, batch.req_to_token_pool.req_to_token
+        self.pool_rows, self.lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        self.drafted: dict[int, list[int]] = {p.index: p.tokens for p in proposals}
+        self.logits: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: "ForwardBatch", **_: Any
+    ) -> LogitsProcessorOutput:
+        tokens: list[int] = []
+        places, virtual, new, lengths = [], [], [], []
+        for index, (token, row, length) in enumerate(
+            zip(input_ids.tolist(), self.pool_rows, self.lengths, strict=True)
+        ):
+            drafted = self.drafted.get(index, [])
+            tokens += [token, *drafted]
+            new.append(1 + len(drafted))
+            lengths.append(length + len(drafted))
+            places.append(np.arange(length - 1, lengths[-1]))
+            virtual.append(self.rows[row, : lengths[-1]].numpy())
+        rows, count = np.array(self.pool_rows), np.array(new)
+        self.runner.attn_backend.set_batch(
+            Batch.plain(rows, np.array(lengths), np.concatenate(virtual), count)
+        )
+        batch = passes.prepare(self.runner, tokens, np.concatenate(places), np.arange(len(tokens)))
+        logits = passes.run(self.runner, batch)
+        first = np.cumsum(count) - count
+        self.logits = {i: logits[first[i] : first[i] + count[i]] for i in self.drafted}
+        return LogitsProcessorOutput(next_token_logits=logits[torch.from_numpy(first)].clone())
+
+
+def settle(
+    batch: ScheduleBatch,
+    proposals: Sequence[Proposal],
+    logits: Mapping[int, torch.Tensor],
+    side: DraftSide,
+    tails: Tails,
+) -> dict[int, Run]:
+    """Decide what stands, give back the rest, and move the batch on.
+
+    Args:
+        logits: by place in the batch: [drafted + 1, vocabulary] of the target.
+
+    Returns:
+        The runs by place in the batch.
+    """
+    runs: dict[int, Run] = {}
+    extra = torch.zeros_like(batch.seq_lens_cpu)
+    for proposal in proposals:
+        request, drafted = proposal.tail.request, proposal.tokens
+        tail = proposal.tail
+        rows = proposal.sampler.prepare(logits[proposal.index], proposal.masks)
+        tokens = proposal.sampler.accept(rows, drafted, proposal.probs, tail.begin - 1)
+        if proposal.ended:
+            tokens = tokens[: len(drafted)]  # nothing follows the end
+        runs[proposal.index] = proposal.sampler.run(rows, tokens)
+        accepted = len(tokens) - 1
+        tails.settle(tail, accepted)
+        state = side.state(request)
+        state.read = tail.begin + _read_of(proposal, accepted, side)
+        state.pace.record(len(drafted), accepted)
+        side.totals.proposed += len(drafted)
+        side.totals.accepted += accepted
+        extra[proposal.index] = accepted
+    batch.seq_lens_cpu = batch.seq_lens_cpu + extra.to(batch.seq_lens_cpu)
+    batch.seq_lens = batch.seq_lens + extra.to(batch.seq_lens)
+    batch.orig_seq_lens = batch.orig_seq_lens + extra.to(batch.orig_seq_lens)
+    batch.seq_lens_sum = None
+    return runs
+
+
+def _read_of(proposal: Proposal, accepted: int, side: DraftSide) -> int:
+    """How many of the accepted tokens the draft has KV of, in the request's own slots."""
+    if proposal.ahead is None:
+        return min(accepted, len(proposal.tokens) - 1)
+    scratch, tail = proposal.ahead.scratch, proposal.tail
+    count = min(accepted, len(proposal.ahead.tokens) - 1, len(scratch))
+    if count:
+        slots = side.slots(tail.request, tail.begin + count)
+        side.model.copy(scratch[:count], slots[tail.begin :])
+    return count

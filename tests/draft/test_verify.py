@@ -1,0 +1,111 @@
+"""Speculative sampling leaves the target's distribution as it is, whatever the draft proposed."""
+
+import pytest
+import torch
+
+from fathom.runtime.verify import match, reject, target_probs
+
+SAMPLES = 60_000
+
+
+def distributions(seed: int, rows: int, vocabulary: int, sharpness: float) -> torch.Tensor:
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * sharpness
+    return logits.softmax(-1)
+
+
+def frequencies(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    return torch.bincount(tokens, minlength=vocabulary) / len(tokens)
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["sampled draft", "greedy draft"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_every_position_follows_the_target(width, one_hot):
+    """All SAMPLES requests share the target's distributions, which do not depend on earlier tokens here."""
+    vocabulary = 11
+    generator = torch.Generator().manual_seed(width)
+    target = distributions(1, width + 1, vocabulary, 0.7)
+    draft = distributions(2, width, vocabulary, 1.5)
+    if one_hot:
+        draft = torch.nn.functional.one_hot(draft.argmax(-1), vocabulary).float()
+    drafted = torch.multinomial(draft, SAMPLES, replacement=True, generator=generator).T
+    accepted, following = reject(
+        target.expand(SAMPLES, -1, -1),
+        draft.expand(SAMPLES, -1, -1),
+        drafted,
+        torch.full((SAMPLES,), width),
+        generator,
+    )
+    assert 0 < accepted.float().mean() < width
+    for place in range(width + 1):
+        reached = accepted >= place
+        tokens = following.clone()
+        if place < width:
+            tokens = torch.where(accepted > place, drafted[:, place], following)
+        found = frequencies(tokens[reached], vocabulary)
+        distance = (found - target[place]).abs().sum() / 2
+        # Expected distance of an unbiased sample: about sqrt(vocabulary / (2 pi n)).
+        limit = 2.5 * (vocabulary / (2 * torch.pi * int(reached.sum()))) ** 0.5
+        assert distance < limit, f"place {place}: total variation {distance:.4f}, limit {limit:.4f}"
+
+
+def test_the_acceptance_rate_is_the_overlap():
+    vocabulary = 7
+    target, draft = distributions(3, 2, vocabulary, 1.0), distributions(4, 1, vocabulary, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    drafted = torch.multinomial(draft, SAMPLES, replacement=True, generator=generator).T
+    accepted, _ = reject(
+        target.expand(SAMPLES, -1, -1),
+        draft.expand(SAMPLES, -1, -1),
+        drafted,
+        torch.ones(SAMPLES, dtype=torch.long),
+        generator,
+    )
+    overlap = torch.minimum(target[0], draft[0]).sum()
+    assert accepted.float().mean() == pytest.approx(float(overlap), abs=0.01)
+
+
+def test_requests_may_draft_different_numbers_of_tokens():
+    target = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), 5).float()
+    draft = target[:, :2]
+    drafted = torch.tensor([[1, 2], [1, 2], [1, 2]])
+    accepted, following = reject(target, draft, drafted, torch.tensor([2, 1, 0]))
+    assert accepted.tolist() == [2, 1, 0]
+    assert following.tolist() == [3, 2, 1]
+
+
+def test_a_drafted_token_that_the_target_never_says_does_not_stand():
+    target = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
+    draft = torch.tensor([[[1.0, 0.0, 0.0]]])
+    for seed in range(50):
+        accepted, following = reject(
+            target, draft, torch.tensor([[0]]), torch.tensor([1]), torch.Generator().manual_seed(seed)
+        )
+        assert accepted.item() == 0 and following.item() in (1, 2)
+
+
+def test_match_stops_at_the_first_difference():
+    choices = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7]])
+    drafted = torch.tensor([[5, 6], [5, 6], [5, 6]])
+    assert match(choices, drafted, torch.tensor([2, 2, 1])).tolist() == [2, 1, 1]
+
+
+def test_target_probs_are_what_the_sampler_draws_from():
+    """Against SGLang's own sampler: same support, and the same weights up to its scale."""
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+
+    rows, vocabulary = 40, 50
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 2
+    temperatures = torch.rand(rows, generator=generator) + 0.3
+    top_ks = torch.randint(1, vocabulary + 1, (rows,), generator=generator)
+    top_ps = torch.rand(rows, generator=generator) * 0.9 + 0.1
+    min_ps = torch.rand(rows, generator=generator) * 0.3
+    got = target_probs(logits, temperatures, top_ks, top_ps, min_ps)
+    probs = torch.softmax(logits / temperatures.view(-1, 1), -1)
+    _, weights, index, *_ = top_k_top_p_min_p_sampling_from_probs_torch(
+        probs, top_ks, top_ps, min_ps, True, None, torch.zeros(rows), return_filtered_probs=True
+    )
+    want = torch.zeros_like(probs).scatter_(1, index, weights)
+    want /= want.sum(1, keepdim=True)
+    assert torch.equal(got > 0, want > 0)
+    assert torch.allclose(got, want, atol=1e-6)

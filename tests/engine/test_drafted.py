@@ -1,0 +1,360 @@
+"""SpecPrefill and speculative decoding with one draft, against Transformers with explicit masks, in float32.
+
+Kept sets are the oracle's, greedy tokens the same, log-probabilities within 1e-4. Three servers: whole prompts,
+chunks of 64 with prefill and decode rows in one batch, and chunks of 256 on pages of 4 tokens where requests are
+taken back and started again. The draft is the target with noise on its weights: often right, but not always.
+"""
+
+import itertools
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from oracles import drafted, narrowed_model
+
+TOLERANCE = 1e-4
+NEW_TOKENS = 14
+TOP = 40
+RATE = 0.3
+KEEP = {"prefill_keep_rate": RATE, "min_prompt_tokens": 64}
+MOST = KEEP | {"prefill_keep_rate": 0.9}
+DRAFT = {"speculative": True}
+LENGTHS = [64, 65, 100, 127, 129, 200, 333, 350]
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000")
+SERVERS = {
+    "whole": ("--chunked-prefill-size", "-1"),
+    "mixed": ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+    "retracting": ("--chunked-prefill-size", "256", "--page-size", "4"),
+}
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+
+
+@pytest.fixture(scope="module")
+def noisy_draft(tiny_model, tmp_path_factory):
+    """The tiny model with noise on its weights."""
+    import shutil
+
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("draft")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.004 * torch.randn_like(weights)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(start_server, tiny_model, noisy_draft):
+    """The servers by name, each started at first use."""
+    started = {}
+
+    def get(name):
+        if name not in started:
+            env = RETRACT if name == "retracting" else None
+            flags = ("--draft-model-path", str(noisy_draft), *FLAGS, *SERVERS[name])
+            started[name] = start_server(tiny_model, *flags, env=env)
+        return started[name]
+
+    return get
+
+
+@pytest.fixture(scope="module", params=list(SERVERS))
+def server(request, servers):
+    return servers(request.param)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model):
+    return narrowed_model.NarrowedModel(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def kept_by(noisy_draft):
+    """What the oracle keeps of a prompt, computed once per prompt."""
+    draft, known = drafted.Draft(noisy_draft), {}
+
+    def kept(prompt, rate=RATE):
+        if (rate, *prompt) not in known:
+            known[(rate, *prompt)] = draft.kept(prompt, rate)
+        return known[(rate, *prompt)]
+
+    return kept
+
+
+def make_prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(f"{seed}/{length}")
+    return [rng.randrange(6, 1600) for _ in range(length)]
+
+
+def ask(server, prompts, policy, tokens=NEW_TOKENS, **sampling):
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+        "fathom": policy,
+    }
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check(target, prompt, answer, entered, cutoff="full"):
+    """Tokens, log-probabilities and counts of one answer."""
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    want = target.log_probs(prompt, tokens[:-1], drafted.sets(entered, cutoff))
+    assert tokens == want.argmax(-1).tolist(), len(prompt)
+    got = [entry[0] for entry in meta["output_token_logprobs"]]
+    assert len(got) == len(tokens)
+    assert got == pytest.approx(want.max(-1).values.tolist(), abs=TOLERANCE)
+    for row, top in zip(want, meta["output_top_logprobs"], strict=True):
+        ids = torch.tensor([entry[1] for entry in top])
+        assert len(ids) == TOP
+        assert torch.allclose(row[ids], torch.tensor([entry[0] for entry in top]), atol=TOLERANCE)
+    report = meta["fathom"]
+    if cutoff == "full":
+        assert report["kept_tokens"] == len(entered)
+    return report
+
+
+def everything(prompt):
+    return range(len(prompt))
+
+
+def idle(server) -> dict:
+    """The engine's account when nothing runs; every page is free or cached."""
+    for _ in range(100):
+        engine = server.engine()
+        if engine["kv_pool"]["held"] == 0 and engine["open_accounts"] == 0:
+            break
+        threading.Event().wait(0.1)
+    pages = engine["kv_pool"]["depth_pages"]
+    assert pages["held"] == 0 and pages["open_rows"] == 0, pages
+    assert pages["free"] + pages["cached"] == pages["total"], pages
+    return engine
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_kept_tokens_and_what_follows_are_the_oracles(server, target, kept_by, size):
+    prompts = [make_prompt(size, n) for n in LENGTHS[-size:]]
+    for policy in (KEEP, KEEP | DRAFT):
+        answers = ask(server, prompts, policy)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            report = check(target, prompt, answer, kept_by(prompt))
+            assert (report["draft_tokens"] > 0) == ("speculative" in policy)
+
+
+def test_drafting_changes_nothing_but_the_number_of_steps(server, target):
+    prompts = [make_prompt(2, n) for n in (5, 33, 180)]
+    reports = [
+        check(target, prompt, answer, everything(prompt))
+        for prompt, answer in zip(prompts, ask(server, prompts, DRAFT, 24), strict=True)
+    ]
+    assert sum(report["accepted_tokens"] for report in reports) > 10
+    assert any(report["accepted_tokens"] < report["draft_tokens"] for report in reports)
+    assert all(report["decode_steps"] < 24 for report in reports)
+
+
+@pytest.mark.parametrize("policy", [KEEP, DRAFT, KEEP | DRAFT], ids=["keep", "draft", "both"])
+def test_with_a_cutoff_above(server, target, kept_by, policy):
+    for length in (100, 300):
+        prompt = make_prompt(3, length)
+        entered = kept_by(prompt) if "prefill_keep_rate" in policy else everything(prompt)
+        answer = ask(server, [prompt], policy | {"depth_cutoff": 2})[0]
+        check(target, prompt, answer, entered, cutoff=2)
+
+
+def test_a_prefix_is_read_once_and_generated_tokens_too(server, target, kept_by):
+    """The same document with other questions, and then a conversation that goes on."""
+    document = make_prompt(4, 300)
+    for question in range(3):
+        prompt = document + make_prompt(50 + question, 40)
+        answer = ask(server, [prompt], KEEP | DRAFT)[0]
+        check(target, prompt, answer, kept_by(prompt))
+        if question:
+            assert answer["meta_info"]["cached_tokens"] >= 296
+    for policy in (KEEP, KEEP | DRAFT):
+        first = ask(server, [document], policy, 70)[0]
+        prompt = document + first["output_ids"] + make_prompt(60, 10)
+        answer = ask(server, [prompt], policy)[0]
+        check(target, prompt, answer, kept_by(prompt))
+        assert answer["meta_info"]["cached_tokens"] > 300 + 16
+
+
+def test_short_prompts_stay_whole_beside_judged_ones(server, target, kept_by):
+    long = make_prompt(5, 150)
+    for policy in (KEEP, KEEP | DRAFT):
+        for prompt in (long, long[:50], long[:63], long):
+            entered = kept_by(prompt) if len(prompt) >= 64 else everything(prompt)
+            check(target, prompt, ask(server, [prompt], policy)[0], entered)
+
+
+def test_any_mix_of_policies_gives_each_its_own_answer(server, target, kept_by):
+    prompts = [make_prompt(6, n) for n in (90, 160, 333)]
+    policies = [{}, KEEP, DRAFT, KEEP | DRAFT, {"depth_cutoff": 2}, KEEP | DRAFT | {"depth_cutoff": 2}]
+    jobs = [(prompt, policy) for policy in policies for prompt in prompts] * 2
+    random.Random(1).shuffle(jobs)
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(lambda job: ask(server, [job[0]], job[1], 8)[0], jobs))
+    for (prompt, policy), answer in zip(jobs, answers, strict=True):
+        entered = kept_by(prompt) if "prefill_keep_rate" in policy else everything(prompt)
+        check(target, prompt, answer, entered, policy.get("depth_cutoff", "full"))
+    idle(server)
+
+
+def test_the_first_output_may_be_a_burst(servers, target, kept_by):
+    """What comes with the prompt is verified like any other token, and ends where the answer ends."""
+    server, at_once = servers("whole"), 0
+    for seed in range(4):
+        prompt = make_prompt(70 + seed, 350)
+        for tokens in (2, 12):
+            answer = ask(server, [prompt], MOST | DRAFT, tokens)[0]
+            report = check(target, prompt, answer, kept_by(prompt, rate=0.9))
+            assert len(answer["output_ids"]) == tokens
+        at_once += report["longest_burst"] > 5  # more than one decode step can put out
+    assert at_once
+
+
+def test_ends_are_found_inside_a_burst(servers, target):
+    server = servers("whole")
+    for policy in (DRAFT, MOST | DRAFT):
+        prompt = make_prompt(8, 350)
+        said = ask(server, [prompt], policy, 12)[0]["output_ids"]
+        for stop in range(12):
+            if said[stop] in said[:stop]:
+                continue
+            answer = ask(server, [prompt], policy, 12, stop_token_ids=[said[stop]], ignore_eos=False)[0]
+            assert answer["output_ids"] == said[: stop + 1]
+            assert answer["meta_info"]["completion_tokens"] == stop + 1
+            assert len(answer["meta_info"]["output_token_logprobs"]) == stop + 1
+            assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        for count in range(1, 7):
+            answer = ask(server, [prompt], policy, count)[0]
+            assert answer["output_ids"] == said[:count]
+            assert len(answer["meta_info"]["output_token_logprobs"]) == count
+
+
+def test_a_stream_is_the_answer_in_order(servers):
+    server, prompt = servers("whole"), make_prompt(9, 90)
+    want = ask(server, [prompt], {}, 20)[0]["output_ids"]
+    sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True, "fathom": DRAFT}
+    sizes = [0]
+    with server.client.stream("POST", "/generate", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                got = json.loads(line[6:])["output_ids"]
+                assert got == want[: len(got)]
+                sizes.append(len(got))
+    assert got == want
+    assert max(b - a for a, b in itertools.pairwise(sizes)) > 1
+
+
+def test_a_seed_gives_the_same_answer_with_and_without_drafting(servers):
+    server, prompt = servers("whole"), make_prompt(10, 40)
+    for seed in (1, 2, 3):
+        options = {"temperature": 1.0, "top_p": 0.9, "sampling_seed": seed}
+        plain, sped = (ask(server, [prompt], policy, 16, **options)[0] for policy in ({}, DRAFT))
+        assert plain["output_ids"] == sped["output_ids"]
+        assert sped["meta_info"]["fathom"]["draft_tokens"] > 0
+
+
+def test_sampling_follows_the_target(servers, target):
+    """Frequencies of the second token, over many answers, against the target's distribution given the first."""
+    server, prompt, samples = servers("whole"), make_prompt(11, 20), 1500
+    options = {"temperature": 0.25, "top_k": 3}
+    body = {
+        "input_ids": [prompt] * samples,
+        "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, **options},
+        "fathom": DRAFT,
+    }
+    answers = server.client.post("/generate", json=body).json()
+    assert sum(answer["meta_info"]["fathom"]["draft_tokens"] for answer in answers) > samples
+    firsts = [answer["output_ids"][0] for answer in answers]
+    first = max(set(firsts), key=firsts.count)
+    seconds = [answer["output_ids"][1] for answer in answers if answer["output_ids"][0] == first]
+    row = target.log_probs(prompt, [first], drafted.sets(everything(prompt)))[-1] / options["temperature"]
+    best = row.topk(3)
+    want = best.values.softmax(-1)
+    got = torch.tensor([seconds.count(int(token)) for token in best.indices]) / len(seconds)
+    assert float(got.sum()) == pytest.approx(1)
+    assert float((got - want).abs().sum() / 2) < 2.5 * (3 / (2 * torch.pi * len(seconds))) ** 0.5
+
+
+def test_structured_output_with_drafting(servers):
+    server = servers("whole")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for seed in range(3):
+        prompt = make_prompt(20 + seed, 350)
+        options = {"json_schema": json.dumps(schema), "ignore_eos": False}
+        plain = ask(server, [prompt], {}, 24, **options)[0]
+        sped = ask(server, [prompt], DRAFT, 24, **options)[0]
+        burst = ask(server, [prompt], MOST | DRAFT, 24, **options)[0]
+        assert sped["output_ids"] == plain["output_ids"]
+        assert sped["meta_info"]["fathom"]["draft_tokens"] > 0
+        if burst["meta_info"]["finish_reason"]["type"] == "stop":
+            assert isinstance(json.loads(burst["text"])["a"], int)
+
+
+def test_several_answers_of_one_prompt(servers, target, kept_by):
+    server, prompt = servers("mixed"), make_prompt(12, 200)
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True, "n": 3},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+        "fathom": KEEP | DRAFT,
+    }
+    answers = server.client.post("/generate", json=body).json()
+    assert len(answers) == 3
+    for answer in answers:
+        check(target, prompt, answer, kept_by(prompt))
+
+
+def test_random_chunks_are_a_control_of_the_same_size(servers, kept_by):
+    server, prompt = servers("whole"), make_prompt(13, 350)
+    answers = [
+        ask(server, [prompt], KEEP | {"prefill_selection": rule})[0]
+        for rule in ("random", "random", "attention")
+    ]
+    counts = {answer["meta_info"]["fathom"]["kept_tokens"] for answer in answers}
+    assert counts == {len(kept_by(prompt))}
+    assert answers[0]["output_ids"] == answers[1]["output_ids"] != answers[2]["output_ids"]
+
+
+def test_prompt_log_probabilities_are_refused_with_dropped_tokens(servers):
+    body = {"input_ids": make_prompt(14, 80), "return_logprob": True, "logprob_start_len": 0, "fathom": KEEP}
+    response = servers("whole").client.post("/generate", json=body)
+    assert response.status_code == 400
+    assert "prompt" in response.text
+
+
+def test_a_storm_of_aborts_leaves_both_pools_balanced(servers):
+    server, rng = servers("mixed"), random.Random(3)
+    policies = [KEEP, DRAFT, KEEP | DRAFT, KEEP | DRAFT | {"depth_cutoff": 2}]
+
+    def one(index: int) -> None:
+        prompt = make_prompt(100 + index % 7, rng.choice([30, 90, 300]))
+        sampling = {"temperature": 0, "max_new_tokens": rng.choice([4, 60]), "ignore_eos": True}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "stream": True,
+            "fathom": policies[index % 4],
+        }
+        with server.client.stream("POST", "/generate", json=body) as response:
+            for count, _ in enumerate(response.iter_lines()):
+                if index % 3 == 0 and count >= index % 5:
+                    return
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(one, range(90)))
+    engine = idle(server)
+    assert engine["draft"]["accepted"] > 0 and engine["draft"]["prompts_judged"] > 0
