@@ -27,8 +27,20 @@ def test_counters_add_up_and_the_report_closes_the_account():
     assert (report["kv_bytes"], report["kv_bytes_dense"]) == (3000, 4300)
     assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
-    assert ledger.totals == {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
+    steps = {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
+    assert ledger.totals == steps | {"draft_tokens": 0, "accepted_tokens": 0}
     assert len(ledger) == 0
+
+
+def test_drafted_tokens_are_counted_with_the_longest_burst():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    account = ledger.open(request, {})
+    for proposed, accepted in ((8, 5), (4, 0), (4, 4)):
+        ledger.drafted(account, proposed, accepted)
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
+    assert (report["draft_tokens"], report["accepted_tokens"], report["longest_burst"]) == (16, 9, 6)
+    assert (ledger.totals["draft_tokens"], ledger.totals["accepted_tokens"]) == (16, 9)
 
 
 def test_an_account_dies_with_its_request():
