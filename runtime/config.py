@@ -205,7 +205,7 @@ class Policy:
     )
     depth_cutoff: int | str = _field(
         "full",
-        help="layer above which prompt tokens do not exist; small values lose answers unless the model was trained for it",
+        help="layer above which prompt tokens do not exist; a model not trained for it loses answers at small ones",
         unit="layers",
         source="SPEED, Table 1",
         kind=int,
