@@ -177,7 +177,9 @@ def _start(
     path = Path(model).resolve() if Path(model).exists() else Path(model)
     port, kv_tokens = servers.free_port(), (args.in_flight + 1) * context
     at = Place(path, port, args.dtype, context, kv_tokens, 0, Path())
-    variant = with_flags(FATHOM, shlex.split(args.server_flags))
+    draft = args.draft_model or (str(demo_model("draft")) if args.model is None else None)
+    drafted = [] if draft is None else ["--draft-model-path", draft]
+    variant = with_flags(FATHOM, [*drafted, *shlex.split(args.server_flags)])
     command = [at.fill(part) for part in variant.command]
     server = servers.start(variant, command, {**PATIENT, **variant.env}, port, args.cache.resolve() / "logs")
     running.append(server)

@@ -77,6 +77,7 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
 def _add_server(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("who answers").add_argument
     add("--model", metavar="PATH", help="a Hugging Face checkpoint with a chat template (default: the demo)")
+    add("--draft-model", metavar="PATH", help="its draft model (default: the demo's, with the demo)")
     add("--url", help="a Fathom server that runs already; --model then only names its tokenizer")
     add("--server-flags", default="", metavar="FLAGS", help="further flags for the server that is started")
     add("--dtype", default="auto", help="of that server (default: the checkpoint's)")

@@ -269,7 +269,7 @@ def test_a_seed_gives_the_same_answer_with_and_without_drafting(servers):
 def test_sampling_follows_the_target(servers, target):
     """Frequencies of the second token, over many answers, against the target's distribution given the first."""
     server, prompt, samples = servers("whole"), make_prompt(11, 20), 1500
-    options = {"temperature": 0.25, "top_k": 3}
+    options = {"temperature": 0.8, "top_k": 4}
     body = {
         "input_ids": [prompt] * samples,
         "sampling_params": {"max_new_tokens": 3, "ignore_eos": True, **options},
@@ -281,11 +281,11 @@ def test_sampling_follows_the_target(servers, target):
     first = max(set(firsts), key=firsts.count)
     seconds = [answer["output_ids"][1] for answer in answers if answer["output_ids"][0] == first]
     row = target.log_probs(prompt, [first], drafted.sets(everything(prompt)))[-1] / options["temperature"]
-    best = row.topk(3)
+    best = row.topk(4)
     want = best.values.softmax(-1)
     got = torch.tensor([seconds.count(int(token)) for token in best.indices]) / len(seconds)
     assert float(got.sum()) == pytest.approx(1)
-    assert float((got - want).abs().sum() / 2) < 2.5 * (3 / (2 * torch.pi * len(seconds))) ** 0.5
+    assert float((got - want).abs().sum() / 2) < 2.5 * (4 / (2 * torch.pi * len(seconds))) ** 0.5
 
 
 def test_structured_output_with_drafting(servers):
