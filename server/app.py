@@ -12,6 +12,7 @@ from fathom.runtime import config
 from fathom.server import errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
+from fathom.server.metrics import TextFormat
 from fathom.server.middleware import PolicyMiddleware
 from fathom.server.version import versions
 
@@ -26,6 +27,7 @@ def configure(app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[]
         internal_states: coroutine function that asks every scheduler process for its state.
     """
     # Last is innermost: after authentication and decompression, and inside CORS.
+    app.user_middleware.append(Middleware(TextFormat))
     app.user_middleware.append(Middleware(AdmissionMiddleware, gate=gate))
     app.user_middleware.append(Middleware(PolicyMiddleware, face=face))
     errors.install(app)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from fathom.server.routes import path_of
+
 # fmt: off
 TTFT_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300,
@@ -119,3 +121,22 @@ def outcome_of(finish_reason: dict[str, Any]) -> str:
     if kind == "abort":
         return "error" if finish_reason.get("status_code") else "abort"
     return kind
+
+
+class TextFormat:
+    """ASGI middleware: ``/metrics`` in Prometheus's text format, whatever the scraper would rather have.
+
+    As OpenMetrics, prometheus_client writes an underscore for the colon in each name, unless the scraper asks for
+    UTF-8 names, as Prometheus does since version 3: dashboards and rules would then find nothing.
+    """
+
+    ACCEPT = (b"accept", b"text/plain;version=0.0.4")
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and path_of(scope) == "/metrics":
+            others = [header for header in scope["headers"] if header[0].lower() != b"accept"]
+            scope = {**scope, "headers": [*others, self.ACCEPT]}
+        await self._app(scope, receive, send)
