@@ -307,6 +307,10 @@ class Policy:
             for name in ("prefill_keep_rate", "depth_cutoff", "tsp_rate")
         )
 
+    def differences(self) -> dict[str, Any]:
+        """The values that are not the fields' defaults."""
+        return {name: value for name, value in self._values().items() if value != _DEFAULTS[name]}
+
     def fingerprint(self) -> str:
         """A short name of the values, equal for equal policies: part of the prefix cache's key."""
         if self._values() == preset("exact")._values():
@@ -393,13 +397,16 @@ def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:
     raise PolicyError(message + ", ".join(nearest), "depth_cutoff")
 
 
-def parse(request: Any, default: Policy, limits: Limits = Limits()) -> Policy:
+def parse(
+    request: Any, default: Policy, limits: Limits = Limits(), tunings: Mapping[str, Any] | None = None
+) -> Policy:
     """The policy that a request's ``fathom`` object asks for.
 
     Args:
         request: the object as decoded from JSON; None asks for ``default``.
         default: the policy whose values apply where the object names no preset and no value.
         limits: what the served model allows.
+        tunings: the operator's values of fields that only refine another one, for requests that give none.
 
     Raises:
         PolicyError: for anything but an object with known fields and legal values.
@@ -414,7 +421,21 @@ def parse(request: Any, default: Policy, limits: Limits = Limits()) -> Policy:
             raise PolicyError(f"fathom.{unknown} is not a policy field; legal fields: {legal}", unknown)
     _check(request, limits)
     base = preset(request["preset"]) if "preset" in request else default
-    return validate(replace(base, **{k: v for k, v in request.items() if k != "preset"}), limits)
+    refined = dict(tunings or {})
+    # What the preset, or the default, says of such a field itself goes before.
+    stated = PRESETS.get(request["preset"], {}) if "preset" in request else default.differences()
+    given = {name: value for name, value in request.items() if name != "preset"}
+    return validate(replace(base, **{**refined, **stated, **given}), limits)
+
+
+def tunings_of(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the flags of :func:`add_arguments` say of fields that only refine another one.
+
+    Args:
+        defaults: values for flags that are not given.
+    """
+    given = {name: getattr(arguments, name) for name, spec in SPECS.items() if spec.tunes}
+    return {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
 
 
 def json_schema() -> dict[str, Any]:

@@ -17,12 +17,14 @@ class Face:
 
     Attributes:
         default: policy of requests that bring none.
+        tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
         depth_span: layers per depth page, or None for the model's default.
         max_body_bytes: largest request body that is read.
     """
 
     default: Policy = field(default_factory=Policy)
+    tunings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     depth_span: int | None = None
     max_body_bytes: int = 64 << 20

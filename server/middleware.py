@@ -62,7 +62,7 @@ class PolicyMiddleware:
         try:
             body = await read_body(scope, receive, self._face.max_body_bytes)
             body, request = take_policy(body)
-            policy = parse(request, self._face.default, self._face.limits)
+            policy = parse(request, self._face.default, self._face.limits, self._face.tunings)
         except ClientGone:
             return
         except RequestError as error:

@@ -20,6 +20,8 @@ from fathom.server.context import Face
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
 DEMO_NAME = "fathom-demo"
+DEMO_TUNINGS = {"min_prompt_tokens": 256}
+"""The demo's documents are short; its draft was trained on their like."""
 DEFAULT_MAX_BODY_MIB = 64
 
 DESCRIPTION = """Serve a model over HTTP: the OpenAI and Anthropic routes, SGLang's own, and /fathom/info.
@@ -163,7 +165,12 @@ def plan(argv: list[str]) -> Plan:
         port=port,
         draft=draft,
         engine_flags=[*fixed, *flags, *_missing(engine, name)],
-        face=Face(default=policy, max_body_bytes=own.max_body_mib << 20, depth_span=own.depth_span),
+        face=Face(
+            default=policy,
+            tunings=config.tunings_of(own, DEMO_TUNINGS if own.demo else None),
+            max_body_bytes=own.max_body_mib << 20,
+            depth_span=own.depth_span,
+        ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
     )

@@ -230,3 +230,20 @@ def test_the_description_covers_every_field():
     assert described.keys() == config.SPECS.keys()
     assert described["depth_cutoff"]["legal"] == 'an integer in [1, 16] or "full"'
     assert not described["tsp_rate"]["available"] and described["preset"]["available"]
+
+
+def test_the_operators_tunings_are_for_requests_that_give_none(every_mechanism):
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    arguments = parser.parse_args(["--min-prompt-tokens", "300", "--draft-tokens", "6"])
+    tunings = config.tunings_of(arguments, {"lookahead": 5, "draft_tokens": 2})
+    assert tunings == {"min_prompt_tokens": 300, "lookahead": 5, "draft_tokens": 6}
+    default = config.from_arguments(arguments)
+    assert default == Policy()
+    found = parse({"prefill_keep_rate": 0.2}, default, LIMITS, tunings)
+    assert (found.min_prompt_tokens, found.lookahead, found.draft_tokens) == (300, 5, 4)
+    found = parse({"prefill_keep_rate": 0.2, "min_prompt_tokens": 7}, default, LIMITS, tunings)
+    assert (found.min_prompt_tokens, found.lookahead) == (7, 5)
+    assert parse({}, default, LIMITS, tunings) == parse({"preset": "exact"}, default, LIMITS, tunings) == Policy()
+    default = Policy(prefill_keep_rate=0.5, lookahead=9)
+    assert parse({"speculative": True}, default, LIMITS, tunings).lookahead == 9
