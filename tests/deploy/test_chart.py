@@ -27,7 +27,7 @@ CASES = {
         "image": {"repository": "f", "tag": "cpu"},
     },
     "one node": {
-        "model": {"path": "org/model", "name": "m", "revision": "main", "tokenSecret": "hf"},
+        "model": {"path": "org/m", "name": "m", "revision": "v1", "draft": "org/d", "tokenSecret": "hf"},
         "gpu": {"count": 4, "runtimeClassName": "nvidia"},
         "parallel": {"tensorSize": 4},
         "replicas": 3,
