@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fathom.benchmarks import model
+from fathom.runtime import cost
 from fathom.runtime.sglang_host import torchvision_ops
 
 SHAPE = replace(model.TINY, vocab=64)
@@ -69,3 +70,12 @@ def test_transformers_loads_every_tensor_and_generates_varied_tokens(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode([5, 6]) == "w5 w6"
     assert tokenizer("w5 w6")["input_ids"] == [5, 6]
+
+
+def test_the_draft_of_a_model_is_much_smaller_and_shares_its_vocabulary():
+    shape, draft = model.BENCH, model.draft_of(model.BENCH)
+    big, small = (cost.ModelShape.from_config(model.config_json(each)) for each in (shape, draft))
+    for prompt in (512, 8192):
+        dense = [cost.make_plan(each.layers, prompt) for each in (big, small)]
+        assert cost.prefill_flops(big, dense[0]) > 8 * cost.prefill_flops(small, dense[1])
+    assert (draft.vocab, draft.max_position, draft.dtype) == (shape.vocab, shape.max_position, shape.dtype)

@@ -358,3 +358,25 @@ def test_a_storm_of_aborts_leaves_both_pools_balanced(servers):
         list(pool.map(one, range(90)))
     engine = idle(server)
     assert engine["draft"]["accepted"] > 0 and engine["draft"]["prompts_judged"] > 0
+
+
+def test_system_text_of_a_chat_is_kept(servers):
+    client, words = servers("whole").openai, ["red", "box", "key", "code", "of", "the", "wooden"]
+    rng = random.Random(5)
+
+    def text(count):
+        return " ".join(rng.choice(words) for _ in range(count))
+
+    system, document = text(150), text(400)
+    reports = []
+    for role in ("system", "user"):
+        answer = client.chat.completions.create(
+            model="any",
+            messages=[{"role": role, "content": system}, {"role": "user", "content": document}],
+            max_tokens=4,
+            extra_body={"fathom": KEEP | {"prefill_keep_rate": 0.1}},
+        )
+        reports.append(answer.fathom)
+    protected, plain = (report["kept_tokens"] for report in reports)
+    assert reports[0]["prompt_tokens"] == reports[1]["prompt_tokens"]
+    assert plain < 0.2 * reports[1]["prompt_tokens"] < 150 <= protected < reports[0]["prompt_tokens"]

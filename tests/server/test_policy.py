@@ -244,6 +244,10 @@ def test_the_operators_tunings_are_for_requests_that_give_none(every_mechanism):
     assert (found.min_prompt_tokens, found.lookahead, found.draft_tokens) == (300, 5, 4)
     found = parse({"prefill_keep_rate": 0.2, "min_prompt_tokens": 7}, default, LIMITS, tunings)
     assert (found.min_prompt_tokens, found.lookahead) == (7, 5)
-    assert parse({}, default, LIMITS, tunings) == parse({"preset": "exact"}, default, LIMITS, tunings) == Policy()
+    assert (
+        parse({}, default, LIMITS, tunings)
+        == parse({"preset": "exact"}, default, LIMITS, tunings)
+        == Policy()
+    )
     default = Policy(prefill_keep_rate=0.5, lookahead=9)
     assert parse({"speculative": True}, default, LIMITS, tunings).lookahead == 9
