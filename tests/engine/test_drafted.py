@@ -379,4 +379,5 @@ def test_system_text_of_a_chat_is_kept(servers):
         reports.append(answer.fathom)
     protected, plain = (report["kept_tokens"] for report in reports)
     assert reports[0]["prompt_tokens"] == reports[1]["prompt_tokens"]
-    assert plain < 0.2 * reports[1]["prompt_tokens"] < 150 <= protected < reports[0]["prompt_tokens"]
+    assert plain < 0.2 * reports[1]["prompt_tokens"]
+    assert plain + 100 < protected < reports[0]["prompt_tokens"]
