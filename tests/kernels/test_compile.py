@@ -4,6 +4,8 @@ A kernel takes part by offering ``specializations()`` in its module; see ``fatho
 """
 
 import ast
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,27 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = list(discover())
 
 
+def compile_found(index: int, arch: int) -> list[str]:
+    """The problems of one specialization, in a process of a pool."""
+    return compile_ahead(FOUND[index][1], arch).problems(arch)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Every specialization for every device, in two processes of their own."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield {
+            (index, arch): pool.submit(compile_found, index, arch)
+            for index in range(len(FOUND))
+            for arch in SHARED_MEMORY
+        }
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("arch", SHARED_MEMORY, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("item", [item for _, item in FOUND], ids=lambda item: item.label)
-def test_kernel_compiles_and_fits(item, arch):
-    assert compile_ahead(item, arch).problems(arch) == []
+@pytest.mark.parametrize("index", range(len(FOUND)), ids=lambda index: FOUND[index][1].label)
+def test_kernel_compiles_and_fits(compiled, index, arch):
+    assert compiled[index, arch].result() == []
 
 
 def launched_kernels(path: Path) -> set[str]:
