@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 
-MECHANISMS: frozenset[str] = frozenset({"SPEED", "SpecPrefill", "drafting"})
+MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
 
 DRAFTED = ("SpecPrefill", "drafting")
@@ -46,11 +46,13 @@ class Limits:
         layers: number of transformer layers, or None while no model is loaded.
         span: consecutive layers that share one page table; a cutoff must be a multiple of it.
         lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
+        tsp_layer: layers below FastKV's selection; None where the layers have no boundary for it.
     """
 
     layers: int | None = None
     span: int = 1
     lacking: Mapping[str, str] = field(default_factory=dict)
+    tsp_layer: int | None = None
 
     def why_not(self, mechanism: str) -> str | None:
         """Why a mechanism cannot be asked for; None when it can."""
@@ -387,7 +389,25 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
             if reason:
                 legal = f"legal: {_shown(spec.neutral)}, got {_shown(value)}"
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
+    if limits.layers is not None and policy.tsp_rate != 1:
+        _check_propagation(policy, limits)
     return policy.canonical()
+
+
+def _check_propagation(policy: Policy, limits: Limits) -> None:
+    """FastKV's selection needs a layer, and something above it to save.
+
+    Raises:
+        PolicyError: when there is none.
+    """
+    layer, cutoff = limits.tsp_layer, policy.depth_cutoff
+    if layer is None:
+        message = "fathom.tsp_rate: this model has no boundary between spans to select at"
+        raise PolicyError(f"{message}; legal: 1.0, got {_shown(policy.tsp_rate)}", "tsp_rate")
+    if isinstance(cutoff, int) and cutoff <= layer:
+        message = f"fathom.tsp_rate selects above layer {layer}, where depth_cutoff {cutoff} leaves no prompt tokens"
+        legal = f"legal: 1.0, or a depth_cutoff above {layer}"
+        raise PolicyError(f"{message}; {legal}; got {_shown(policy.tsp_rate)}", "tsp_rate")
 
 
 def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:

@@ -20,6 +20,16 @@ class Account:
     decode_steps: int = 0
     kv_bytes: int = 0  # KV held when last seen
     kv_bytes_dense: int = 0  # what the same tokens would have held at all depths
+    kv_bytes_peak: int = 0  # most KV held at once, while what stays of a prompt was beside all of it
+    retained_tokens: int | None = (
+        None  # prompt entries kept per KV head, averaged over the layers; None for all
+    )
+    propagated_tokens: int | None = (
+        None  # prompt tokens that FastKV let go on above its layer; None for no selection
+    )
+    propagation_skipped: bool = (
+        False  # asked for, and the prompt was too long for the buffer of hidden states
+    )
     kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
     deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
     draft_tokens: int = 0  # proposed by the draft model
@@ -27,6 +37,11 @@ class Account:
     longest_burst: int = 0  # most tokens put out by one step
     first_token_time: float | None = None  # time.perf_counter() in seconds
     reported: bool = False
+
+    def hold(self, held: "Held") -> None:
+        """What the request holds now."""
+        self.kv_bytes, self.kv_bytes_dense = held.bytes, held.dense
+        self.kv_bytes_peak = max(self.kv_bytes_peak, held.bytes)
 
 
 @dataclass(frozen=True)
@@ -72,14 +87,14 @@ class RequestLedger:
         """One engine step computed ``tokens`` prompt tokens of the request."""
         account.prefill_tokens += tokens
         account.prefill_steps += 1
-        account.kv_bytes, account.kv_bytes_dense = held.bytes, held.dense
+        account.hold(held)
         self.totals["prefill_tokens"] += tokens
         self.totals["prefill_steps"] += 1
 
     def decoded(self, account: Account, held: Held) -> None:
         """One engine step computed one generated token of the request."""
         account.decode_steps += 1
-        account.kv_bytes, account.kv_bytes_dense = held.bytes, held.dense
+        account.hold(held)
         self.totals["decode_steps"] += 1
 
     def drafted(self, account: Account, proposed: int, accepted: int) -> None:
@@ -116,6 +131,10 @@ class RequestLedger:
             "accepted_tokens": account.accepted_tokens,
             "longest_burst": account.longest_burst,
             "kv_bytes": account.kv_bytes,
+            "kv_bytes_peak": account.kv_bytes_peak,
+            "retained_tokens": prompt_tokens if account.retained_tokens is None else account.retained_tokens,
+            "propagated_tokens": account.propagated_tokens,
+            "propagation_skipped": account.propagation_skipped,
             "kv_bytes_dense": account.kv_bytes_dense,
             "first_token_time": account.first_token_time,
         }

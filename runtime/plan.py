@@ -59,13 +59,33 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """Which of its prompt KV entries each KV head keeps once the prompt is complete.
+
+    Attributes:
+        rate: share of the tokens that entered the model, in (0, 1].
+        budget: that share in tokens, the window included.
+        window: the last tokens that entered the model: their queries judge the others, and they stay.
+        pool: width of the max-pooling of the scores, tokens.
+        policy: name of the rule that ranks the entries.
+    """
+
+    rate: float
+    budget: int
+    window: int
+    pool: int
+    policy: str
+
+
+@dataclass(frozen=True)
 class PrefillPlan:
-    """What one request computes in prefill.
+    """What one request computes in prefill, and what stays of it.
 
     Attributes:
         layers: layers L of the model.
         span: layers G that share one page table; divides L.
         steps: in the order of their layers; no two at the same layer.
+        retention: what is kept after prefill; None for everything.
 
     Raises:
         PlanError: for a step off the span boundaries, out of range or out of order.
@@ -74,6 +94,7 @@ class PrefillPlan:
     layers: int
     span: int
     steps: tuple[Step, ...] = ()
+    retention: Retention | None = None
 
     def __post_init__(self) -> None:
         if self.span < 1 or self.layers % self.span:
@@ -97,8 +118,8 @@ class PrefillPlan:
 
     @property
     def dense(self) -> bool:
-        """Whether every token is computed at every layer."""
-        return not self.steps
+        """Whether every token is computed and kept at every layer."""
+        return not self.steps and self.retention is None
 
     @property
     def shared_spans(self) -> int:
@@ -115,6 +136,40 @@ class PrefillPlan:
         found = [step for step in self.steps if step.layer <= span * self.span]
         return found[-1] if found else None
 
+    @property
+    def propagation(self) -> Step | None:
+        """The SCORED step that waits for the whole prompt with hidden states in hand; None where there is none."""
+        found = [step for step in self.steps if step.kind == SCORED and step.layer > 0]
+        return found[0] if found else None
+
+    def present_tokens(self, span: int, prompt_tokens: int) -> int:
+        """Prompt tokens that a span holds after prefill; above a SCORED step, the most that it can hold."""
+        return tokens_per_span(self, prompt_tokens)[span]
+
+    def retained_tokens(self, span: int, prompt_tokens: int) -> int:
+        """Prompt entries (at most, as above) that a span holds per KV head after prefill."""
+        present = self.present_tokens(span, prompt_tokens)
+        return present if self.retention is None else min(self.retention.budget, present)
+
+    def compacted_spans(self, prompt_tokens: int) -> range:
+        """The spans, from the bottom up, in which retention drops entries."""
+        spans = 0
+        while spans < self.spans and self.retained_tokens(spans, prompt_tokens) < self.present_tokens(
+            spans, prompt_tokens
+        ):
+            spans += 1
+        return range(spans)
+
+    def reusable_tokens(self, prompt_tokens: int) -> int:
+        """Most prompt tokens that a hit in the prefix cache may spare: what is needed besides their KV is not there.
+
+        A propagation needs every hidden state at its layer, retention the queries of the window.
+        """
+        if self.steps and self.steps[0] is self.propagation:
+            return 0
+        window = 1 if self.retention is None or self.steps else self.retention.window
+        return max(prompt_tokens - window, 0)
+
     def anchored_above(self, layer: int) -> bool:
         """Whether token 0 is needed at some layer >= ``layer``: a selection below must keep it."""
         return any(step.anchor for step in self.steps if step.layer >= layer)
@@ -125,18 +180,25 @@ DENSE_STEPS: tuple[Step, ...] = ()
 Builder = Callable[[Mapping[str, Any], int], Step | None]
 
 
-def build(policy: Mapping[str, Any], layers: int, span: int, builders: Sequence[Builder] = ()) -> PrefillPlan:
+def build(
+    policy: Mapping[str, Any],
+    layers: int,
+    span: int,
+    builders: Sequence[Builder] = (),
+    retention: Retention | None = None,
+) -> PrefillPlan:
     """The plan of a policy.
 
     Args:
         policy: the policy's fields (``Policy.to_wire()``); empty for the engine's own requests.
         builders: one function per mechanism: its step for (policy, layers), or None. SPEED's is built in.
+        retention: what is kept after prefill.
 
     Raises:
         PlanError: for a combination whose steps contradict each other.
     """
     steps = [step for make in (speed_step, *builders) if (step := make(policy, layers)) is not None]
-    return PrefillPlan(layers, span, tuple(sorted(steps, key=lambda step: step.layer)))
+    return PrefillPlan(layers, span, tuple(sorted(steps, key=lambda step: step.layer)), retention)
 
 
 def speed_step(policy: Mapping[str, Any], layers: int) -> Step | None:
@@ -183,6 +245,29 @@ def choose_span(layers: int, asked: int | None) -> int:
     if asked < 1 or layers % asked:
         legal = ", ".join(str(span) for span in range(1, layers + 1) if layers % span == 0)
         raise PlanError(f"--depth-span {asked} does not divide the model's {layers} layers; legal: {legal}")
+    return asked
+
+
+TSP_SHARE = 0.47
+"""FastKV's selection layer as a share of the layers: 15 of 32 (section 5.1)."""
+
+
+def choose_tsp_layer(layers: int, span: int, asked: int | None) -> int | None:
+    """Layers below FastKV's selection: what the operator asked for, or the span boundary nearest to 0.47 L.
+
+    Returns:
+        A multiple of ``span`` in ``[span, layers - span]``; None where there is no such layer.
+
+    Raises:
+        PlanError: when the operator's choice is none, with the nearest legal ones.
+    """
+    legal = range(span, layers, span)
+    if asked is None:
+        return min(legal, key=lambda layer: abs(layer - TSP_SHARE * layers), default=None)
+    if asked not in legal:
+        near = sorted(sorted(legal, key=lambda layer: abs(layer - asked))[:2])
+        message = f"--tsp-layer {asked} is not a multiple of {span} layers below {layers}"
+        raise PlanError(f"{message}; nearest: {', '.join(map(str, near)) or 'none'}")
     return asked
 
 

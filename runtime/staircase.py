@@ -50,8 +50,21 @@ class Rows:
         return len(self.request)
 
 
-Selector = Callable[[int, Step, np.ndarray], np.ndarray]
-"""Decides a SCORED step: (index of the request, step, positions of its rows) -> [rows] bool, which rows go on."""
+@dataclass(frozen=True)
+class Choice:
+    """Which tokens of a request go on above a SCORED step.
+
+    Attributes:
+        stay: [rows] bool, of the rows that are there.
+        earlier: positions, ascending, of tokens of earlier chunks that go on too; the host has kept their states.
+    """
+
+    stay: np.ndarray
+    earlier: np.ndarray
+
+
+Selector = Callable[[int, Step, np.ndarray], Choice]
+"""Decides a SCORED step: (index of the request, step, positions of its rows)."""
 
 
 class Host(Protocol):
@@ -62,6 +75,9 @@ class Host(Protocol):
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
         """Drop the hidden states of all rows of ``rows`` but those in ``index`` ([kept] int64, ascending)."""
+
+    def recall(self, earlier: Mapping[int, np.ndarray], order: np.ndarray) -> None:
+        """Append the states of earlier tokens, request after request, then bring all rows into ``order``."""
 
 
 def first_rows(works: Sequence[Work], entering: Mapping[int, np.ndarray] | None = None) -> Rows:
@@ -83,6 +99,8 @@ def _entering(work: Work, chosen: np.ndarray | None) -> tuple[np.ndarray, np.nda
         return np.array([work.end - 1]), np.zeros(1, bool), np.ones(1, bool)
     holds_last = positions[0] < work.prompt_tokens <= positions[-1] + 1
     anchor = holds_last and positions[0] > 0 and any(step.anchor for step in work.plan.steps)
+    # A propagation keeps the states of earlier tokens, and the anchor's among them.
+    anchor &= work.plan.propagation is None
     if anchor:
         positions = np.concatenate([[0], positions])
     return positions, np.arange(len(positions)) < anchor, np.zeros(len(positions), bool)
@@ -105,24 +123,40 @@ def climb(
     layers = works[0].plan.layers
     edges = {step.layer for work in works for step in work.plan.steps} | {0, layers}
     for low, high in itertools.pairwise(sorted(edges)):
-        keep, ghost = _narrow(works, rows, low, selectors or {})
+        keep, ghost, earlier = _narrow(works, rows, low, selectors or {})
         if not keep.all():
             host.keep(rows, np.flatnonzero(keep))
         rows = Rows(rows.request[keep], rows.position[keep], rows.again[keep], ghost[keep])
+        if earlier:
+            rows = _recall(host, rows, earlier)
         if rows.ghost.all():
             return None
         host.run(rows, low, high)
     return rows
 
 
+def _recall(host: Host, rows: Rows, earlier: Mapping[int, np.ndarray]) -> Rows:
+    """The rows with tokens of earlier chunks among them."""
+    request = [np.full(len(positions), index) for index, positions in earlier.items()]
+    request = np.concatenate([rows.request, *request])
+    position = np.concatenate([rows.position, *earlier.values()])
+    order = np.lexsort((position, request))
+    host.recall(earlier, order)
+    none = np.zeros(len(order) - len(rows), bool)
+    again, ghost = np.concatenate([rows.again, none]), np.concatenate([rows.ghost, none])
+    return Rows(request[order], position[order], again[order], ghost[order])
+
+
 def _narrow(
     works: Sequence[Work], rows: Rows, layer: int, selectors: Mapping[str, Selector]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows are computed from ``layer`` on, and which of them as ghosts: [rows] bool each.
+) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+    """Which rows are computed from ``layer`` on, and which of them as ghosts: [rows] bool each; and by request the
+    positions of earlier chunks that go on besides.
 
     Of a request none of whose rows goes on, the last one stays as a ghost.
     """
     keep, ghost = np.ones(len(rows), bool), rows.ghost.copy()
+    earlier: dict[int, np.ndarray] = {}
     begin = np.searchsorted(rows.request, np.arange(len(works) + 1))
     for index, work in enumerate(works):
         mine, last = slice(begin[index], begin[index + 1]), begin[index + 1] - 1
@@ -131,19 +165,22 @@ def _narrow(
                 continue
             if layer == 0 and step.mechanism not in selectors:
                 continue  # decided when the rows were made
-            keep[mine] = _decide(work, step, rows.position[mine], index, selectors)
+            choice = _decide(work, step, rows.position[mine], index, selectors)
+            keep[mine] = choice.stay
+            if len(choice.earlier):
+                earlier[index] = choice.earlier
             if not keep[mine].any():
                 keep[last] = ghost[last] = True
             assert keep[last], "the last row goes on, or none does"
-    return keep, ghost
+    return keep, ghost, earlier
 
 
 def _decide(
     work: Work, step: Step, position: np.ndarray, index: int, selectors: Mapping[str, Selector]
-) -> np.ndarray:
+) -> Choice:
     if step.kind == SCORED:
         if step.mechanism not in selectors:
             raise PlanError(f"nobody decides which tokens {step.mechanism} keeps")
         return selectors[step.mechanism](index, step, position)
     anchor, first = fixed_rows(step, work.begin, work.end, work.prompt_tokens)
-    return (position >= first) | ((position == 0) & anchor)
+    return Choice((position >= first) | ((position == 0) & anchor), np.zeros(0, np.int64))

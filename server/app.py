@@ -93,7 +93,12 @@ def launch(
         http_server.launch_server(
             server_args,
             init_tokenizer_manager_func=init,
-            run_scheduler_process_func=partial(children.run_scheduler_process, depth_span=face.depth_span),
+            run_scheduler_process_func=partial(
+                children.run_scheduler_process,
+                depth_span=face.depth_span,
+                tsp_layer=face.limits.tsp_layer,
+                propagation_buffer=face.propagation_buffer or 0,
+            ),
             run_detokenizer_process_func=children.run_detokenizer_process,
             launch_callback=ready,
         )

@@ -20,6 +20,8 @@ class Face:
         tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
         depth_span: layers per depth page, or None for the model's default.
+        tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to 0.47 L.
+        propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         max_body_bytes: largest request body that is read.
     """
 
@@ -27,6 +29,8 @@ class Face:
     tunings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     depth_span: int | None = None
+    tsp_layer: int | None = None
+    propagation_buffer: int | None = None
     max_body_bytes: int = 64 << 20
 
     def learn(self, limits: Limits) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from fathom.runtime import config
-from fathom.runtime.plan import PlanError, choose_span
+from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.server import admission, checks, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
@@ -23,6 +23,7 @@ DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
 DEFAULT_MAX_BODY_MIB = 64
+DEFAULT_PROPAGATION_BUFFER = 32768
 
 DESCRIPTION = """Serve a model over HTTP: the OpenAI and Anthropic routes, SGLang's own, and /fathom/info.
 
@@ -109,6 +110,21 @@ def parser() -> Parser:
         help="layers that share one page of KV; a cutoff must be a multiple of it (default: the largest that has "
         "3/4 and, if possible, 1/2 of the layers on a boundary)",
     )
+    memory.add_argument(
+        "--tsp-layer",
+        type=int,
+        metavar="LAYERS",
+        help="layers below FastKV's selection of tokens; a multiple of the depth span (default: the one nearest to "
+        "0.47 of the layers)",
+    )
+    memory.add_argument(
+        "--propagation-buffer",
+        type=int,
+        metavar="TOKENS",
+        help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt is "
+        f"computed without it, and its answer says so; 0 for none (default: {DEFAULT_PROPAGATION_BUFFER}, or the "
+        "context length where that is less)",
+    )
     config.add_arguments(result)
     return result
 
@@ -135,6 +151,8 @@ def plan(argv: list[str]) -> Plan:
     own, flags = parser().parse_known_args(argv[1:] if positional else argv)
     engine = _engine_options(flags)
     checks.refuse_bypass(engine)
+    if own.propagation_buffer is not None and own.propagation_buffer < 0:
+        raise StartError(f"--propagation-buffer must be at least 0, got {own.propagation_buffer}")
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
     if own.max_in_flight < 1:
@@ -170,6 +188,8 @@ def plan(argv: list[str]) -> Plan:
             tunings=config.tunings_of(own, DEMO_TUNINGS if own.demo else None),
             max_body_bytes=own.max_body_mib << 20,
             depth_span=own.depth_span,
+            tsp_layer=own.tsp_layer,
+            propagation_buffer=own.propagation_buffer,
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
@@ -276,12 +296,16 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
     try:
-        layers = ModelConfig.from_server_args(server_args).num_hidden_layers
+        model = ModelConfig.from_server_args(server_args)
     except Exception as error:
         raise StartError(_one_line(error)) from error
+    layers = model.num_hidden_layers
+    if face.propagation_buffer is None:
+        face.propagation_buffer = min(DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
         span = choose_span(layers, face.depth_span)
-        face.learn(config.Limits(layers, span, {} if drafted else config.without_draft()))
+        tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer)
+        face.learn(config.Limits(layers, span, {} if drafted else config.without_draft(), tsp_layer))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:

@@ -37,19 +37,24 @@ class Audit:
         return self.free + self.cached + self.held == self.total
 
 
-def audit(pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray) -> Audit:
+def audit(
+    pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray, retained: Tables | None = None
+) -> Audit:
     """Count every page, each from the place that owns it.
 
     Args:
         cached: [pages] ids of the virtual pages that nobody but the prefix cache holds.
+        retained: tables that retention fills, of the same pool.
     """
     behind_cache = shared.backed(cached)
-    private = np.unique(tables.all_pages())
+    both = [tables] if retained is None else [tables, retained]
+    private = np.unique(np.concatenate([item.all_pages() for item in both]))
     per_span = np.count_nonzero(shared.backing, axis=1)
     shared_total = int(per_span.sum())
-    for row in list(tables._rows):
-        for span in tables.lengths(row):
-            per_span[span] += len(tables.pages(row, span))
+    for item in both:
+        for row in list(item._rows):
+            for span in item.lengths(row):
+                per_span[span] += len(item.pages(row, span))
     return Audit(
         total=pool.total,
         free=pool.free,
@@ -59,17 +64,20 @@ def audit(pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarra
     )
 
 
-def check(pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray) -> Audit:
+def check(
+    pool: PagePool, shared: SharedPages, tables: Tables, cached: np.ndarray, retained: Tables | None = None
+) -> Audit:
     """The audit, after proving from the pages themselves that no page is in two places.
 
     Raises:
         AuditError: with what does not balance.
     """
-    found = audit(pool, shared, tables, cached)
+    found = audit(pool, shared, tables, cached, retained)
     if not found.balanced:
         raise AuditError(f"free + cached + held is not total: {found}")
     free, behind = pool.free_pages(), shared.backing[shared.backing != UNBACKED]
-    private, owners = np.unique(tables.all_pages(), return_counts=True)
+    both = [tables] if retained is None else [tables, retained]
+    private, owners = np.unique(np.concatenate([item.all_pages() for item in both]), return_counts=True)
     everything = np.concatenate([free, behind, private])
     if len(np.unique(everything)) != len(everything):
         raise AuditError("a page is in two places at once")

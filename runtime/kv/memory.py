@@ -4,7 +4,7 @@ Everything here happens while the scheduler composes a batch, never inside a for
 tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,15 +57,21 @@ def private_tokens(plan: PrefillPlan, span: int, length: int, prompt_tokens: int
 
 
 def pages_held(plan: PrefillPlan, length: int, prompt_tokens: int, page_size: int) -> int:
-    """Physical pages of a request whose first ``length`` tokens (generated ones included) have been computed.
+    """Physical pages of a request while the step that brings it to ``length`` tokens (generated ones included) runs.
 
     This is what admission counts: with ``length`` the longest the request can get, what it needs to fit at all.
+    Where retention drops entries, the whole prompt and what is kept of it are there at once, and the room for the
+    latter is taken with the first tokens.
     """
-    shared = plan.shared_spans * pages_of(length, page_size)
-    private = range(plan.shared_spans, plan.spans)
-    return shared + sum(
-        pages_of(private_tokens(plan, span, length, prompt_tokens), page_size) for span in private
-    )
+    compacted, pages = plan.compacted_spans(prompt_tokens), 0
+    for span in range(plan.spans):
+        until = min(length, prompt_tokens) if span in compacted else length
+        shared = span < plan.shared_spans
+        pages += pages_of(until if shared else private_tokens(plan, span, until, prompt_tokens), page_size)
+        if span in compacted and length:
+            kept = plan.retained_tokens(span, prompt_tokens) + max(length - prompt_tokens, 0)
+            pages += pages_of(kept, page_size)
+    return pages
 
 
 def pages_taken(
@@ -88,7 +94,10 @@ class KvMemory:
 
     Attributes:
         pool, shared, tables: see their modules.
+        retained: the tables that are to take the place of a row's own when retention has filled them: prompt entries
+            that stay, then generated tokens. A row is here from its first token until its prompt is complete.
         owners: by row, for the rows that are open.
+        on_close: called with each row that is let go.
     """
 
     def __init__(self, pages: int, page_size: int, spans: int, virtual_pages: int) -> None:
@@ -97,13 +106,16 @@ class KvMemory:
         self.pool = PagePool(pages, page_size, arenas=spans)
         self.shared = SharedPages(self.pool, spans, virtual_pages)
         self.tables = Tables(self.pool, spans)
+        self.retained = Tables(self.pool, spans)
         self.owners: dict[int, Owner] = {}
+        self.on_close: list[Callable[[int], None]] = []
 
     def clear(self) -> None:
         """Forget everything."""
         self.pool.clear()
         self.shared.clear()
         self.tables.clear()
+        self.retained.clear()
         self.owners.clear()
 
     def open(self, row: int, plan: PrefillPlan, prompt_tokens: int) -> None:
@@ -111,20 +123,46 @@ class KvMemory:
         assert plan.spans == self.spans, "the plan is for another layout of pages"
         self.tables.open(row, plan.shared_spans)
         self.owners[row] = Owner(plan, prompt_tokens)
+        if compacted := plan.compacted_spans(prompt_tokens):
+            self.retained.open(row, compacted.start, compacted.stop)
 
     def close(self, row: int) -> None:
         """Let a request go: its private pages are free, its virtual pages are the engine's to free
         or to cache.
         """
         self.tables.release(row)
+        self.retained.release(row)
         self.owners.pop(row, None)
+        for told in self.on_close:
+            told(row)
+
+    def settle(self, row: int) -> None:
+        """The kept entries of a complete prompt are in their places: they are what the request holds from now on."""
+        self.tables.adopt(row, self.retained)
+
+    def settled(self, row: int) -> bool:
+        """Whether entries of the row's prompt were dropped."""
+        owner = self.owners.get(row)
+        return (
+            owner is not None
+            and row not in self.retained
+            and len(owner.plan.compacted_spans(owner.prompt_tokens)) > 0
+        )
+
+    def held(self, row: int, length: int) -> int:
+        """Physical pages of a row with ``length`` tokens, its part of the prefix cache included."""
+        pages = len(self.tables.pages(row))
+        if row in self.retained:
+            pages += len(self.retained.pages(row))
+            length = min(length, self.owners[row].prompt_tokens)
+        return pages + self.tables.first_private(row) * pages_of(length, self.page_size)
 
     def need(self, growth: Sequence[Growth]) -> int:
         """Physical pages that :meth:`grow` would take."""
         total = 0
         for step in growth:
-            total += self.tables.first_private(step.row) * len(step.virtual)
-            total += sum(self.tables.need(step.row, span, count) for span, count in self._private(step))
+            total += self.tables.first_private(step.row) * len(self._shared(step))
+            total += sum(tables.need(step.row, span, count) for tables, span, count in self._private(step))
         return total
 
     def grow(self, growth: Sequence[Growth]) -> None:
@@ -138,25 +176,38 @@ class KvMemory:
             raise OutOfPages(f"{needed} KV pages needed, {self.pool.free} of {self.pool.total} free")
         by_depth: dict[int, list[np.ndarray]] = {}
         for step in growth:
-            by_depth.setdefault(self.tables.first_private(step.row), []).append(step.virtual)
+            by_depth.setdefault(self.tables.first_private(step.row), []).append(self._shared(step))
         for depth, virtual in by_depth.items():
             self.shared.back(np.concatenate(virtual), depth)
         for step in growth:
-            for span, count in self._private(step):
-                self.tables.append(step.row, span, count)
+            for tables, span, count in self._private(step):
+                tables.append(step.row, span, count)
 
-    def _private(self, step: Growth) -> list[tuple[int, int]]:
-        """(span, new entries) of each private span that grows."""
+    def _shared(self, step: Growth) -> np.ndarray:
+        """The virtual pages that are to be backed; none for tokens after a prompt of which entries are dropped."""
+        if step.row not in self.retained:
+            return step.virtual
+        prompt, size = self.owners[step.row].prompt_tokens, self.page_size
+        return step.virtual[: max(pages_of(min(step.end, prompt), size) - pages_of(step.begin, size), 0)]
+
+    def _private(self, step: Growth) -> list[tuple[Tables, int, int]]:
+        """(tables, span, new entries) of each private span that grows."""
+        owner, row = self.owners[step.row], step.row
+        pending = self.retained.lengths(row) if row in self.retained else {}
         found = []
-        for span in self.tables.lengths(step.row):
-            owner = self.owners[step.row]
-            decided = owner.plan.step_of_span(span)
-            if decided is None or (decided.kind == SCORED and not decided.kept):
-                continue  # by retention or by scores: the mechanism itself knows how many entries there are
-            before = private_tokens(owner.plan, span, step.begin, owner.prompt_tokens)
-            if self.tables.length(step.row, span) == 0:
-                before = 0
-            count = private_tokens(owner.plan, span, step.end, owner.prompt_tokens) - before
-            if count:
-                found.append((span, count))
-        return found
+        for span, length in self.tables.lengths(row).items():
+            if owner.plan.step_of_span(span) is None:  # shared until retention dropped entries
+                found.append((self.tables, span, step.end - step.begin))
+                continue
+            begin, end = step.begin, step.end
+            if span in pending:
+                begin, end = min(begin, owner.prompt_tokens), min(end, owner.prompt_tokens)
+            before = private_tokens(owner.plan, span, begin, owner.prompt_tokens) if length else 0
+            found.append(
+                (self.tables, span, private_tokens(owner.plan, span, end, owner.prompt_tokens) - before)
+            )
+        for span, length in pending.items():
+            room = 0 if length else owner.plan.retained_tokens(span, owner.prompt_tokens)
+            after = step.end - max(step.begin, owner.prompt_tokens)
+            found.append((self.retained, span, room + max(after, 0)))
+        return [(tables, span, count) for tables, span, count in found if count]

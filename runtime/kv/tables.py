@@ -58,10 +58,10 @@ class Tables:
         """Open rows."""
         return len(self._rows)
 
-    def open(self, row: int, first: int) -> None:
-        """Start a row whose spans ``first ..`` are private (``first == spans`` for a dense request)."""
+    def open(self, row: int, first: int, stop: int | None = None) -> None:
+        """Start a row whose spans ``first .. stop - 1`` are private (``first == spans`` for a dense request)."""
         assert row not in self._rows, f"row {row} is already open"
-        self._rows[row] = {span: Table() for span in range(first, self.spans)}
+        self._rows[row] = {span: Table() for span in range(first, self.spans if stop is None else stop)}
         self._first[row] = first
 
     def first_private(self, row: int) -> int:
@@ -135,6 +135,21 @@ class Tables:
             "spans go private from the top"
         )
         return old.pages
+
+    def adopt(self, row: int, other: "Tables") -> None:
+        """Move the tables that another object of the same pool holds for a row in place of the row's own.
+
+        Spans that were shared so far become private; the other object's row is closed.
+        """
+        taken = other._rows.pop(row)
+        other._first.pop(row)
+        for span, table in taken.items():
+            self.pool.give_back(self._rows[row].get(span, Table()).pages)
+            self._rows[row][span] = table
+        self._first[row] = min(self._rows[row])
+        assert set(range(self._first[row], self.spans)) == set(self._rows[row]), (
+            "spans go private from the top"
+        )
 
     def discard(self, pages: np.ndarray) -> None:
         """Give back the pages of a table that :meth:`replace` took out."""

@@ -61,9 +61,13 @@ class SpanView:
 
 def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     """The view of one span."""
-    private = np.array([memory.tables.first_private(row) <= span for row in batch.rows.tolist()], bool)
-    if private.any() or batch.again.any():
-        return _mixed(memory, batch, span, private)
+    rows = batch.rows.tolist()
+    private = np.array([memory.tables.first_private(row) <= span for row in rows], bool)
+    after = np.array(
+        [_after(memory, row, span, n) for row, n in zip(rows, batch.lengths.tolist(), strict=True)]
+    )
+    if private.any() or batch.again.any() or after.any():
+        return _mixed(memory, batch, span, private, after)
     entry = np.concatenate([[0], np.cumsum(batch.lengths)])
     query = np.concatenate([[0], np.cumsum(batch.new)])
     slots = memory.shared.slots(span, batch.virtual)
@@ -75,7 +79,17 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     return SpanView(slots, entry, query, write.astype(np.int64))
 
 
-def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray) -> SpanView:
+def _after(memory: KvMemory, row: int, span: int, length: int) -> int:
+    """Rows of generated tokens that come in one step with the end of a prompt of which this span drops entries.
+
+    A request that starts again after it was taken back has such rows. They see what is kept, as they did before.
+    """
+    if row not in memory.retained or span not in memory.retained.lengths(row):
+        return 0
+    return max(length - memory.owners[row].prompt_tokens, 0)
+
+
+def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:
     begin = np.concatenate([[0], np.cumsum(batch.lengths)])
     dummy = np.full(1, UNBACKED, np.int32)
     parts: list[np.ndarray] = []
@@ -89,20 +103,23 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray) -> Sp
             writes.append(slots[len(slots) - rows :] if write is None else write)
 
     for i, row in enumerate(batch.rows.tolist()):
-        new, again = int(batch.new[i]), bool(batch.again[i])
+        later, again = int(after[i]), bool(batch.again[i])
+        new = int(batch.new[i]) - later
         if private[i] and batch.ghost[i]:
             segment(dummy, 1)
             continue
         if private[i]:
             slots = memory.tables.slots(row, span).astype(np.int32)
         else:
-            slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1]])
+            slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1] - later])
         if private[i] and _anchored(memory, row, span):
             segment(slots, new + again)
-            continue
-        if again:
-            segment(slots[:1], 1, dummy)
-        segment(slots, new)
+        else:
+            if again:
+                segment(slots[:1], 1, dummy)
+            segment(slots, new)
+        if later:
+            segment(memory.retained.slots(row, span).astype(np.int32), later)
     empty = np.zeros(0, np.int32)
     return SpanView(
         np.concatenate(parts or [empty]),

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, SpanView], None]
-"""Sees a layer's prefill attention: layer, rotated queries [rows, heads, head_dim], the pool's keys and values
-[slots, kv_heads, head_dim], and the view that says which row belongs to which request and where its keys are."""
+Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Sees a layer's prefill attention before it is computed: layer, rotated queries [rows, heads, head_dim], the pool's
+keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the factor on the dot products."""
 
 
 def _runs(span_view: SpanView) -> list[tuple[slice, slice | torch.Tensor]]:
@@ -136,6 +136,8 @@ class CpuAttentionBackend(AttentionBackend):
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         keys = self.kv_pool.get_key_buffer(layer.layer_id)
         values = self.kv_pool.get_value_buffer(layer.layer_id)
+        if layer.layer_id in self.taps:
+            self.taps[layer.layer_id](layer.layer_id, query, keys, values, layer.scaling)
         for packed, slots in _runs(span_view):
             output[packed] = extend_attention(
                 query[packed],
@@ -144,8 +146,6 @@ class CpuAttentionBackend(AttentionBackend):
                 layer.scaling,
                 layer.sliding_window_size,
             )
-        if layer.layer_id in self.taps:
-            self.taps[layer.layer_id](layer.layer_id, query, keys, values, span_view)
         return output.view(len(query), -1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fathom.runtime.kv.audit import Audit, audit
 from fathom.runtime.kv.memory import KvMemory
-from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
 from fathom.runtime.sglang_host.kv_pool import DepthKvPool
@@ -58,9 +57,11 @@ class DepthAllocator(CpuPagedAllocator):
 
     def held_pages(self, request: Req) -> int:
         """Physical pages of a running request, its cached prefix included."""
-        memory, row = self.memory, request.kv.req_pool_idx
-        shared = memory.tables.first_private(row) * pages_of(request.kv.kv_allocated_len, self.page_size)
-        return shared + len(memory.tables.pages(row))
+        return self.memory.held(request.kv.req_pool_idx, request.kv.kv_allocated_len)
+
+    def uncover(self, slots: torch.Tensor) -> None:
+        """Free what stands behind the virtual pages of these slots; the pages themselves keep their owner."""
+        self.memory.shared.release(self.virtual_pages_of(slots))
 
     # --- what can be had ---
 
@@ -148,4 +149,4 @@ class DepthAllocator(CpuPagedAllocator):
         """Where every physical page is, given the virtual slots that the prefix cache holds, if there is one."""
         memory = self.memory
         cached = np.zeros(0, np.int64) if cached_slots is None else self.virtual_pages_of(cached_slots)
-        return audit(memory.pool, memory.shared, memory.tables, cached)
+        return audit(memory.pool, memory.shared, memory.tables, cached, memory.retained)

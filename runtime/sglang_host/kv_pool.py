@@ -15,10 +15,14 @@ class Layout:
 
     Attributes:
         span: layers per span, or None for the default of the model.
+        tsp_layer: layers below FastKV's selection, or None where there is no boundary between spans.
+        propagation_buffer: longest prompt, in tokens, whose hidden states can wait for the selection.
         used: whether this process keeps KV in depth pages; stock SGLang, started for comparison, does not.
     """
 
     span: int | None = None
+    tsp_layer: int | None = None
+    propagation_buffer: int = 0
     used: bool = False
 
 

@@ -220,11 +220,11 @@ def validate_input_length(request: Req, max_req_input_len: int, allow_auto_trunc
 
 
 def max_prefix_len(self: Req, input_len: int) -> int:
-    """SGLang's bound on a prefix hit. Above a narrowing, KV from the last prompt token on is not in the cache."""
+    """SGLang's bound on a prefix hit, and the plan's: see ``PrefillPlan.reusable_tokens``."""
     longest = _compute_max_prefix_len(self, input_len)
-    if _ALLOCATOR is None or _ALLOCATOR.plan_of(self).dense:
+    if _ALLOCATOR is None or (plan := _ALLOCATOR.plan_of(self)).dense:
         return longest
-    return min(longest, prompt_tokens(self) - 1)
+    return min(longest, plan.reusable_tokens(prompt_tokens(self)))
 
 
 _ALLOCATOR: DepthAllocator | None = None

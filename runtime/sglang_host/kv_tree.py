@@ -5,11 +5,14 @@ under. The policy's fingerprint is part of every node's key (``extra_key``), so 
 the whole path from the root to it, are equally deep.
 """
 
+import weakref
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import registry
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_memory
 
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -29,6 +32,7 @@ class DepthRadixCache(RadixCache):
     def reset(self) -> None:
         super().reset()
         self.evictable_pages = 0
+        self._left: weakref.WeakSet[Req] = weakref.WeakSet()
 
     def evictable_size(self) -> int:
         """Tokens kept at all depths that would fit in what could be evicted."""
@@ -37,6 +41,50 @@ class DepthRadixCache(RadixCache):
         # behind them, or none: then it is virtual slots that can be had back.
         pages = allocator.dense_size(allocator.memory.pool.free + self.evictable_pages)
         return min(allocator.virtual_size() + self.evictable_size_, pages) - allocator.available_size()
+
+    # --- requests that hold copies of their own of what is left of their prompt ---
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        if not self._keeps_to_itself(req):
+            super().cache_unfinished_req(req, chunked)
+            return
+        self._leave(req)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        req.prefix_indices = row[: len(req.get_fill_ids())].to(dtype=torch.int64, copy=True)
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        if self._keeps_to_itself(req):
+            # What it generated was computed with less than the whole prompt in sight: for nobody else.
+            if is_insert:
+                self._leave(req)
+            is_insert = False
+        self._left.discard(req)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def _keeps_to_itself(self, req: Req) -> bool:
+        memory = self.token_to_kv_pool_allocator.memory
+        row = req.kv.req_pool_idx
+        return memory.settled(row) and memory.owners[row].plan.shared_spans > 0
+
+    def _leave(self, req: Req) -> None:
+        """Hand the whole prompt's KV to the tree, where it may be evicted from now on: the request has its own."""
+        if req in self._left:
+            return
+        self._left.add(req)
+        allocator, kv = self.token_to_kv_pool_allocator, req.kv
+        slots = self.req_to_token_pool.req_to_token[kv.req_pool_idx, : len(req.origin_input_ids)]
+        key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt).page_aligned(
+            self.page_size
+        )
+        values = slots[: len(key)].to(dtype=torch.int64, copy=True)
+        known = self.insert(InsertParams(key=key, value=values, priority=req.priority or 0)).prefix_len
+        begin = kv.cache_protected_len
+        allocator.free_segment(slots[begin:known], start_pos=begin)
+        # The last, partly filled page goes on with generated tokens, and nothing behind it.
+        allocator.uncover(slots[len(key) :])
+        kv.cache_protected_len = len(key)
+        self.dec_lock_ref(req.last_node)
+        req.last_node = self.root_node
 
     def cached_slots(self) -> torch.Tensor:
         """All virtual slots in the tree."""

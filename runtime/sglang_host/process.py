@@ -14,11 +14,13 @@ torchvision_ops.declare()
 SEAM_EXIT_CODE = 3
 
 
-def install(depth_span: int | None = None) -> None:
+def install(depth_span: int | None = None, tsp_layer: int | None = None, propagation_buffer: int = 0) -> None:
     """Put our scheduler and, on a machine without a GPU, our attention backend and memory in SGLang's places.
 
     Args:
         depth_span: layers per depth page, or None for the model's default.
+        tsp_layer: layers below FastKV's selection, or None where there is none.
+        propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
     """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -43,6 +45,7 @@ def install(depth_span: int | None = None) -> None:
 
         register_attention_backend("torch_native")(_cpu_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
+        LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
         registry.default_radix_cache_factory = kv_tree.factory
         cpu_ops.register()
 
@@ -66,19 +69,24 @@ def verify_or_exit(role: str) -> None:
         sys.exit(SEAM_EXIT_CODE)
 
 
-def run_scheduler_process(*args: Any, depth_span: int | None = None, **kwargs: Any) -> None:
+def run_scheduler_process(
+    *args: Any,
+    depth_span: int | None = None,
+    tsp_layer: int | None = None,
+    propagation_buffer: int = 0,
+    **kwargs: Any,
+) -> None:
     """SGLang's scheduler process, running Fathom's scheduler.
 
     Args:
-        depth_span: layers per depth page, or None for the model's default. All others as SGLang's function of this
-            name.
+        depth_span, tsp_layer, propagation_buffer: as :func:`install`. All others as SGLang's function of this name.
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install(depth_span)
+    install(depth_span, tsp_layer, propagation_buffer)
     run(*args, **kwargs)
 
 

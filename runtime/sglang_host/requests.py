@@ -6,7 +6,10 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
+from fathom.runtime.fastkv.step import config_of as fastkv_config
+from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.plan import PrefillPlan, Step, build
+from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.specprefill.config import SpecPrefillConfig
 from fathom.runtime.specprefill.select import Span
 from fathom.runtime.specprefill.step import config_of, step
@@ -64,9 +67,30 @@ def separate_cache_key(request: Req) -> None:
         request.extra_key = key + WHOLE_KEY
 
 
+def propagation_skipped(request: Req) -> bool:
+    """Whether a propagation was asked for, and the prompt is too long for its hidden states to be kept.
+
+    Decided by the prompt's length alone, so that an answer does not depend on chunks or on other requests.
+    """
+    config, prompt = fastkv_config(policy_of(request), LAYOUT.tsp_layer), prompt_tokens(request)
+    return prompt > LAYOUT.propagation_buffer and propagation_step(config, prompt, False) is not None
+
+
 @lru_cache(maxsize=4096)
-def _plan(policy: tuple[tuple[str, Any], ...], layers: int, span: int, selection: Step | None) -> PrefillPlan:
-    return build(dict(policy), layers, span, [lambda *_: selection])
+def _plan(
+    policy: tuple[tuple[str, Any], ...],
+    layers: int,
+    span: int,
+    prompt: int,
+    selection: Step | None,
+    propagates: bool,
+) -> PrefillPlan:
+    fields = dict(policy)
+    entering, fastkv = build(fields, layers, span, [lambda *_: selection]), fastkv_config(fields, LAYOUT.tsp_layer)
+    entered = prompt if selection is None else selection.most_kept(prompt)
+    propagation = propagation_step(fastkv, entered, entering.anchored_above(1)) if propagates else None
+    builders = [lambda *_: selection, lambda *_: propagation]
+    return build(fields, layers, span, builders, retention(fastkv, entered))
 
 
 _PLANS: weakref.WeakKeyDictionary[Req, tuple[int, PrefillPlan]] = weakref.WeakKeyDictionary()
@@ -79,7 +103,8 @@ def plan_of(request: Req, layers: int, span: int) -> PrefillPlan:
     if known is not None and known[0] == length and (known[1].layers, known[1].span) == (layers, span):
         return known[1]
     selection = step(specprefill_of(request), length, protected_spans(request))
-    plan = _plan(tuple(sorted(policy_of(request).items())), layers, span, selection)
+    fields = tuple(sorted(policy_of(request).items()))
+    plan = _plan(fields, layers, span, length, selection, not propagation_skipped(request))
     _PLANS[request] = length, plan
     return plan
 

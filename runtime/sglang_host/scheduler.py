@@ -16,6 +16,7 @@ from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.sglang_host import bursts, kv_schedule, seams
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
+from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
 from fathom.runtime.sglang_host.requests import separate_cache_key
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
@@ -90,6 +91,7 @@ class FathomScheduler(Scheduler):
             "lacking": self._lacking(),
             "kv_pool": self._kv_pool(),
             "draft": None if (side := self.tp_worker.draft_side) is None else side.report(),
+            "fastkv": self._fastkv(),
             "steps": dict(self.tp_worker.ledger.totals),
             "open_accounts": len(self.tp_worker.ledger),
         }
@@ -112,7 +114,21 @@ class FathomScheduler(Scheduler):
         }
         found = [reason for reason, holds in reasons.items() if holds]
         lacking = {} if self.tp_worker.draft_worker else without_draft()
-        return lacking | (dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {})
+        lacking |= dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {}
+        # Each device sees its own heads only, and all of them have to choose the same tokens.
+        found += ["the model is spread over devices"] if self.ps.tp_size > 1 else []
+        return lacking | ({"FastKV": "; ".join(found)} if found else {})
+
+    def _fastkv(self) -> dict[str, Any] | None:
+        """The layer of the selection, and the hidden states that wait for it."""
+        if not isinstance(self.token_to_kv_pool_allocator, DepthAllocator):
+            return None
+        buffer = self.tp_worker.compression.buffer
+        state = {"tsp_layer": LAYOUT.tsp_layer, "buffer_tokens": 0}
+        if buffer is not None:
+            state |= {"buffer_tokens": buffer.tokens, "buffer_bytes": buffer.nbytes}
+            state |= {"buffer_used": buffer.used, "buffer_peak": buffer.peak}
+        return state
 
     def _kv_pool(self) -> dict[str, Any]:
         """The KV pool: in tokens as SGLang counts them, and in pages."""

@@ -1,5 +1,6 @@
 """A model's forward as a staircase: SGLang's ``forward_split_prefill`` between the edges of the batch's plans."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from fathom.runtime import staircase
 from fathom.runtime.kv.view import Batch
+from fathom.runtime.sglang_host.compression import CompressionStep, selectors
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import prompt_tokens
 from fathom.runtime.staircase import Rows, Work
@@ -31,6 +33,7 @@ class SpanForward:
             Work(allocator.plan_of(request), begin, begin + new, prompt_tokens(request))
             for request, begin, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
         ]
+        self.compression: CompressionStep | None = None
         self.first_tokens = [request.origin_input_ids[0] for request in batch.reqs]
 
     def __call__(
@@ -43,7 +46,8 @@ class SpanForward:
         rows = self.first_rows()
         self._load(rows, input_ids, positions)
         self.logits: LogitsProcessorOutput | None = None
-        if staircase.climb(self, self.works, rows) is None:
+        chosen_by = selectors(self.compression, self._hidden) if self.compression else {}
+        if staircase.climb(self, self.works, rows, chosen_by) is None:
             # Chunks below the end of their prompts: what is sampled for them is dropped.
             dummy = torch.zeros(len(self.works), self.vocabulary, device=input_ids.device)
             return LogitsProcessorOutput(next_token_logits=dummy)
@@ -74,6 +78,9 @@ class SpanForward:
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
         self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.virtual, count - again, again, ghost))
         self._resize(rows, count)
+        if self.compression is not None:
+            self.compression.start(rows, low, plain.lengths, plain.virtual)
+            self.backend.taps = dict.fromkeys(range(low, high), self.compression.tap)
         self.logits = self.model.forward_split_prefill(self.input_ids, self.positions, batch, (low, high))
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
@@ -83,6 +90,23 @@ class SpanForward:
         if batch.hidden_states is not None:
             batch.hidden_states = batch.hidden_states[chosen]
             batch.residual = None if batch.residual is None else batch.residual[chosen]
+
+    def recall(self, earlier: Mapping[int, np.ndarray], order: np.ndarray) -> None:
+        assert self.compression is not None
+        batch, index = self.forward_batch, torch.from_numpy(order).to(self.input_ids.device)
+        states = list(self.compression.recall(earlier))
+        batch.hidden_states = torch.cat([batch.hidden_states, *(hidden for hidden, _ in states)])[index]
+        if batch.residual is not None:
+            batch.residual = torch.cat([batch.residual, *(residual for _, residual in states)])[index]
+        positions = torch.from_numpy(np.concatenate(list(earlier.values()))).to(self.positions)
+        self.positions = torch.cat([self.positions, positions])[index]
+        # Nothing above layer 0 reads a prompt's token ids.
+        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_zeros(len(positions))])[index]
+
+    def _hidden(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states and residuals of some of the rows."""
+        batch, index = self.forward_batch, torch.from_numpy(rows).to(self.input_ids.device)
+        return batch.hidden_states[index], None if batch.residual is None else batch.residual[index]
 
     def _resize(self, rows: Rows, count: np.ndarray) -> None:
         """Tell SGLang how many rows each request has now; what it reads for the logits follows from that."""

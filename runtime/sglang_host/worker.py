@@ -18,8 +18,11 @@ from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.compression import Compression, CompressionStep
+from fathom.runtime.sglang_host.hidden_buffer import hidden_buffer
 from fathom.runtime.sglang_host.kv_pool import DepthKvPool
-from fathom.runtime.sglang_host.requests import policy_of, prompt_tokens
+from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.requests import policy_of, is_judged, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
 from fathom.runtime.sglang_host.tails import Tails
@@ -31,6 +34,7 @@ class FathomWorker(TpModelWorker):
     """SGLang's worker with the step handed to ``runtime/flow.py``."""
 
     ledger: RequestLedger
+    compression: Compression
     draft_worker: DraftWorker | None = None
     draft_side: DraftSide | None = None
     tails: Tails
@@ -46,6 +50,7 @@ class FathomWorker(TpModelWorker):
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
             kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
+            self.compression = Compression(self.allocator.memory, hidden_buffer(self.model_runner))
         if self.draft_worker is not None:
             if not isinstance(self.allocator, DepthAllocator):
                 raise ValueError(
@@ -134,19 +139,42 @@ class FathomWorker(TpModelWorker):
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)
+        forward.compression = CompressionStep(
+            self.compression, forward.works, batch.reqs, self.compression.span, self._entered
+        )
         result = self._step_around(forward, batch, **options)
+        self._settle(batch, forward.compression)
         if isinstance(forward, KeptForward) and self.proposals:
             return self._settled(batch, result, forward.drafted_logits)
         return result
 
     def _step_around(self, forward: Any, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         """SGLang's own step, from its input buffers to its sampler, around another forward of the model."""
-        model = self.model_runner.model
+        model, backend = self.model_runner.model, self.model_runner.attn_backend
         model.forward = forward
         try:
             return super().forward_batch_generation(batch, **options)
         finally:
             del model.forward
+            backend.taps = {}
+
+    def _entered(self, request: Req) -> np.ndarray | None:
+        """Positions of a complete prompt that the draft let into the target; None for all."""
+        if self.draft_side is None or not is_judged(request):
+            return None
+        selection = self.draft_side.state(request).selection
+        return None if selection is None else selection.tokens.numpy()
+
+    def _settle(self, batch: ScheduleBatch, step: CompressionStep) -> None:
+        """Prompts whose kept entries are in place hold nothing else from here on."""
+        for index in step.finish():
+            request = batch.reqs[index]
+            account = self.ledger.open(request, policy_of(request))
+            account.kv_bytes_peak = self._held(request).bytes
+            step.settle(index)
+            if not isinstance(batch.tree_cache, DepthRadixCache):
+                table = self.model_runner.req_to_token_pool.req_to_token
+                self.allocator.uncover(table[request.kv.req_pool_idx, : prompt_tokens(request)])
 
     def _stairs(self, batch: ScheduleBatch) -> SpanForward:
         if self.draft_side is None:
@@ -170,7 +198,11 @@ class FathomWorker(TpModelWorker):
         if not isinstance(self.allocator, DepthAllocator):
             return
         plan, prompt = self.allocator.plan_of(request), prompt_tokens(request)
-        if not plan.dense and not plan.scored:
+        if not plan.dense:
+            account.retained_tokens = round(
+                sum(plan.retained_tokens(span, prompt) for span in range(plan.spans)) / plan.spans
+            )
+            account.propagated_tokens = plan.propagation.kept if plan.propagation else None
             per_span = tokens_per_span(plan, prompt)
             account.kept_tokens, account.deep_tokens = round(sum(per_span) / plan.spans), per_span[-1]
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
@@ -179,6 +211,7 @@ class FathomWorker(TpModelWorker):
             kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
             account.deep_tokens = kept if lower == plan.spans else deep
             account.kept_tokens = round((kept * lower + deep * (plan.spans - lower)) / plan.spans)
+        account.propagation_skipped = propagation_skipped(request)
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size

@@ -81,7 +81,7 @@ BREAK_CHILD = """
         ),
         (
             "fathom.runtime.sglang_host.process",
-            "module.install = lambda depth_span: None",
+            "module.install = lambda *_: None",
             "the engine process runs stock SGLang",
         ),
     ],

@@ -1,0 +1,259 @@
+"""The engine's side of FastKV without an engine: real pages, views, staircase and taps over random queries and keys."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from oracles import fastkv as oracle
+
+from fathom.runtime import staircase
+from fathom.runtime.fastkv.step import config_of, propagation_step, retention
+from fathom.runtime.kv.audit import check
+from fathom.runtime.kv.memory import Growth, KvMemory
+from fathom.runtime.kv.view import Batch, view
+from fathom.runtime.plan import build
+from fathom.runtime.sglang_host.compression import Compression, CompressionStep, selectors
+from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
+from fathom.runtime.staircase import Work
+
+LAYERS, HEADS, KV_HEADS, DIM, SCALE, TSP = 4, 4, 2, 16, 0.25, 2
+PAGES = 8000
+EXACT = {"tsp_rate": 1.0, "kv_retention_rate": 1.0, "retention_policy": "saliency", "depth_cutoff": "full"}
+
+
+def plan_of(policy, tokens, span):
+    fields = EXACT | policy
+    config, above = config_of(fields, TSP), build(fields, LAYERS, span)
+    step = propagation_step(config, tokens, above.anchored_above(0))
+    return build(fields, LAYERS, span, [lambda *_: step], retention(config, tokens))
+
+
+class Model:
+    """Queries, keys and values that depend on request, layer and position alone."""
+
+    def __init__(self, tokens, seed):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(LAYERS, tokens, *shape, generator=generator)
+
+        self.query, self.keys, self.values = (
+            random(HEADS, DIM) * 2,
+            random(KV_HEADS, DIM),
+            random(KV_HEADS, DIM),
+        )
+
+
+class Engine:
+    """Batches of some requests through the staircase; a layer stores its keys and calls the tap."""
+
+    def __init__(self, span, page_size, buffer=4096):
+        self.span = span
+        self.memory = KvMemory(PAGES, page_size, LAYERS // span, PAGES)
+        self.side = Compression(self.memory, HiddenBuffer(buffer, 3, torch.float32, "cpu"))
+        slots = (PAGES + 1) * page_size
+        self.keys = [torch.zeros(slots, KV_HEADS, DIM) for _ in range(span)]
+        self.values = [torch.zeros(slots, KV_HEADS, DIM) for _ in range(span)]
+        self.free_virtual = list(range(PAGES, 0, -1))
+        self.requests = {}
+
+    def add(self, row, plan, prompt, model):
+        self.memory.open(row, plan, prompt)
+        self.requests[row] = SimpleNamespace(plan=plan, prompt=prompt, model=model, virtual=[], length=0)
+
+    def step(self, ends):
+        """Bring each row to a length; what the last layer saw per row, and the sets that were selected."""
+        size, growth = self.memory.page_size, []
+        for row, end in ends.items():
+            request = self.requests[row]
+            new = [self.free_virtual.pop() for _ in range(-(-end // size) - len(request.virtual))]
+            growth.append(Growth(row, request.length, end, np.array(new, np.int64)))
+            request.virtual += new
+        self.memory.grow(growth)
+        rows, states = list(ends), [self.requests[row] for row in ends]
+        works = [Work(s.plan, s.length, end, s.prompt) for s, end in zip(states, ends.values(), strict=True)]
+        lengths = np.array(list(ends.values()))
+        virtual = [np.array(s.virtual)[np.arange(n) // size] * size + np.arange(n) % size
+                   for s, n in zip(states, lengths, strict=True)]  # fmt: skip
+        plain = (np.array(rows), lengths, np.concatenate(virtual))
+        params = SimpleNamespace(sampling_seed=None)
+        fakes = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), sampling_params=params) for row in rows]
+        host = Host(self, plain, [s.model for s in states], CompressionStep(self.side, works, fakes, self.span))
+        host.position = staircase.first_rows(works).position
+        staircase.climb(host, works, staircase.first_rows(works), selectors(host.compression, host.states))
+        for index in host.compression.finish():
+            host.compression.settle(index)
+            self.memory.shared.release(np.array(states[index].virtual))  # nobody else uses them here
+        for state, end in zip(states, ends.values(), strict=True):
+            state.length = end
+        check(
+            self.memory.pool, self.memory.shared, self.memory.tables, np.zeros(0, np.int64), self.memory.retained
+        )
+        return host
+
+    def entries(self, row, layer, head):
+        """Positions that a head holds at a layer, recognised by their keys and values."""
+        request, span = self.requests[row], layer // self.span
+        if span < self.memory.tables.first_private(row):
+            size = self.memory.page_size
+            at = np.arange(request.length)
+            slots = self.memory.shared.slots(span, np.array(request.virtual)[at // size] * size + at % size)
+        else:
+            slots = self.memory.tables.slots(row, span)
+        held = self.keys[layer % self.span][torch.from_numpy(slots.astype(np.int64)), head]
+        values = self.values[layer % self.span][torch.from_numpy(slots.astype(np.int64)), head]
+        known = request.model.keys[layer, :, head]
+        found = torch.cdist(held, known).argmin(1)
+        assert torch.equal(held, known[found]) and torch.equal(values, request.model.values[layer, found, head])
+        return found.tolist()
+
+
+class Host:
+    def __init__(self, engine, plain, models, compression):
+        self.engine, self.plain, self.models, self.compression = engine, plain, models, compression
+        self.seen = {}
+
+    def states(self, rows):
+        hidden = torch.from_numpy(self.position[rows]).float()
+        return hidden.view(-1, 1).expand(-1, 3), hidden.view(-1, 1).expand(-1, 3) * 2
+
+    def keep(self, rows, index):
+        self.position = self.position[index]
+
+    def recall(self, earlier, order):
+        states = list(self.compression.recall(earlier))
+        for (hidden, residual), positions in zip(states, earlier.values(), strict=True):
+            assert hidden[:, 0].tolist() == positions.tolist() and torch.equal(residual, hidden * 2)
+        self.position = np.concatenate([self.position, *earlier.values()])[order]
+
+    def run(self, rows, low, high):
+        assert (self.position == rows.position).all()
+        engine, requests = self.engine, len(self.models)
+        again = np.bincount(rows.request[rows.again], minlength=requests).astype(bool)
+        ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
+        new = np.bincount(rows.request, minlength=requests) - again
+        batch = Batch(*self.plain, new, again, ghost)
+        self.compression.start(rows, low, self.plain[1], self.plain[2])
+        for layer in range(low, high):
+            pick = list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
+            query, key, value = (
+                torch.stack([getattr(self.models[i], name)[layer, p] for i, p in pick])
+                for name in ("query", "keys", "values")
+            )
+            span_view = view(engine.memory, batch, layer // engine.span)
+            assert len(span_view.write) == len(rows)
+            keys, values = engine.keys[layer % engine.span], engine.values[layer % engine.span]
+            write = torch.from_numpy(span_view.write)
+            keys[write], values[write] = key, value
+            self.compression.tap(layer, query, keys, values, SCALE)
+            for i in range(requests):
+                self.seen[i, layer] = rows.position[rows.request == i].tolist()
+
+
+def wanted(model, n, policy):
+    """By layer: the positions seen, and what each KV head keeps."""
+    fields = EXACT | policy
+    exists, sets, kept = list(range(n)), [], []
+    cutoff = fields["depth_cutoff"]
+    for layer in range(LAYERS):
+        if layer == cutoff:
+            exists = sorted({0, n - 1})
+        matrix = oracle.attention(model.query[layer, exists], model.keys[layer, exists], SCALE)
+        scores = oracle.saliency(matrix, KV_HEADS)
+        if fields["retention_policy"] == "streaming":
+            before = max(len(exists) - 8, 0)
+            scores = [[float("inf") if i < 4 else i for i in range(before)]] * KV_HEADS
+        rate = fields["kv_retention_rate"]
+        sets.append(exists)
+        kept.append([[exists[i] for i in oracle.keep(s, len(exists), n, rate)] for s in scores])
+        if layer == TSP - 1 and fields["tsp_rate"] < 1:
+            forced = [0] if cutoff != "full" else []
+            one = oracle.saliency(matrix, 1)[0]
+            exists = [exists[i] for i in oracle.keep(one, n, n, fields["tsp_rate"], forced=forced)]
+    return sets, kept
+
+
+POLICIES = [
+    {"kv_retention_rate": 0.1},
+    {"kv_retention_rate": 0.3, "retention_policy": "streaming"},
+    {"tsp_rate": 0.2},
+    {"tsp_rate": 0.2, "kv_retention_rate": 0.1},
+    {"tsp_rate": 0.1, "kv_retention_rate": 0.4},
+    {"tsp_rate": 0.2, "kv_retention_rate": 0.1, "depth_cutoff": 3},
+    {},
+]
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 256, 10_000])
+@pytest.mark.parametrize(("span", "page_size"), [(1, 1), (2, 4)])
+def test_sets_and_copies_are_the_oracles(chunk, span, page_size):
+    """All policies and lengths in one batch, chunk by chunk, then two generated tokens one by one."""
+    engine, cases = Engine(span, page_size), {}
+    for policy in POLICIES:
+        if policy.get("depth_cutoff", 0) % span:
+            continue
+        for n in (1, 5, 8, 9, 12, 77, 400):
+            row = len(cases) + 1
+            model = Model(n + 2, seed=n)
+            cases[row] = (policy, n, model)
+            engine.add(row, plan_of(policy, n, span), n, model)
+    # One prompt after the other, as the engine does it: only one is in chunks at a time.
+    for row, (policy, n, model) in cases.items():
+        while engine.requests[row].length < n:
+            host = engine.step({row: min(engine.requests[row].length + chunk, n)})
+        sets, kept = wanted(model, n, policy)
+        assert all(engine.entries(row, layer, head) == kept[layer][head] for layer in range(LAYERS)
+                   for head in range(KV_HEADS)), (policy, n)  # fmt: skip
+        if policy.get("tsp_rate", 1) < 1 and n > 8:
+            assert host.seen[0, LAYERS - 1] == sets[LAYERS - 1]
+            assert engine.side.buffer.used == 0
+        assert not engine.side.queries
+    for more in (1, 2):
+        engine.step({row: n + more for row, (_, n, _) in cases.items()})
+    for row, (policy, n, model) in cases.items():
+        _, kept = wanted(model, n, policy)
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                assert engine.entries(row, layer, head) == [*kept[layer][head], n, n + 1]
+
+
+@pytest.mark.parametrize("cut", [40, 77, 79, 85])
+def test_a_prompt_that_ends_inside_a_step_with_generated_tokens(cut):
+    """A request that was taken back: its prompt and what it has generated come as one."""
+    for policy in POLICIES:
+        engine, n = Engine(1, 4), 77
+        model = Model(n + 9, seed=3)
+        engine.add(1, plan_of(policy, n, 1), n, model)
+        for end in sorted({min(cut, n + 9), n + 9}):
+            engine.step({1: end})
+        _, kept = wanted(model, n, policy)
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                assert engine.entries(1, layer, head) == [*kept[layer][head], *range(n, n + 9)]
+
+
+def test_the_buffer_is_bounded_and_given_back():
+    buffer = HiddenBuffer(5, 3, torch.float32, "cpu")
+    hidden = torch.arange(12.0).view(4, 3)
+    buffer.put(1, np.array([2, 3, 5, 8]), hidden, None)
+    assert (buffer.used, buffer.peak, buffer.nbytes) == (4, 4, 2 * 5 * 3 * 4)
+    with pytest.raises(RuntimeError, match="4 of 5"):
+        buffer.put(2, np.array([0, 1]), hidden[:2], None)
+    assert torch.equal(buffer.get(1, np.array([8, 3]))[0], hidden[[3, 1]])
+    buffer.drop(1)
+    buffer.drop(1)
+    assert (buffer.used, buffer.peak) == (0, 4)
+    buffer.put(2, np.arange(5), torch.ones(5, 3), torch.zeros(5, 3))
+    assert buffer.get(2, np.array([4]))[1] is not None
+
+
+def test_a_request_that_goes_away_leaves_nothing():
+    engine, model = Engine(1, 1), Model(300, seed=1)
+    engine.add(1, plan_of({"tsp_rate": 0.2, "kv_retention_rate": 0.1}, 300, 1), 300, model)
+    engine.step({1: 296})
+    assert engine.side.buffer.used == 296 and engine.side.queries
+    engine.memory.close(1)
+    engine.memory.shared.release(np.array(engine.requests[1].virtual))
+    assert engine.side.buffer.used == 0 and not engine.side.queries
+    assert engine.memory.pool.free == engine.memory.pool.total
