@@ -405,7 +405,7 @@ def _check_propagation(policy: Policy, limits: Limits) -> None:
         message = "fathom.tsp_rate: this model has no boundary between spans to select at"
         raise PolicyError(f"{message}; legal: 1.0, got {_shown(policy.tsp_rate)}", "tsp_rate")
     if isinstance(cutoff, int) and cutoff <= layer:
-        message = f"fathom.tsp_rate selects above layer {layer}, where depth_cutoff {cutoff} leaves no prompt tokens"
+        message = f"fathom.tsp_rate selects above layer {layer}, where depth_cutoff {cutoff} leaves nothing"
         legal = f"legal: 1.0, or a depth_cutoff above {layer}"
         raise PolicyError(f"{message}; {legal}; got {_shown(policy.tsp_rate)}", "tsp_rate")
 

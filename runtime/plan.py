@@ -161,9 +161,10 @@ class PrefillPlan:
         return range(spans)
 
     def reusable_tokens(self, prompt_tokens: int) -> int:
-        """Most prompt tokens that a hit in the prefix cache may spare: what is needed besides their KV is not there.
+        """Most prompt tokens that a hit in the prefix cache may spare.
 
-        A propagation needs every hidden state at its layer, retention the queries of the window.
+        There is nothing but KV in it: a propagation needs every hidden state at its layer besides, retention the
+        queries of the window.
         """
         if self.steps and self.steps[0] is self.propagation:
             return 0

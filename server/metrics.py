@@ -87,6 +87,22 @@ class RequestMetrics:
             "fathom:requests_total", "Generations by how they ended.", (*LABELS, "outcome")
         )
 
+        self._propagated = Counter(
+            "fathom:propagated_tokens_total",
+            "Prompt tokens that FastKV's selection let go on, of requests that asked for one.",
+            LABELS,
+        )
+        self._skipped = Counter(
+            "fathom:propagation_skipped_total",
+            "Requests whose prompt was too long for the buffer of hidden states, and was computed whole.",
+            LABELS,
+        )
+        self._retained = Counter(
+            "fathom:retained_tokens_total",
+            "Prompt entries kept per KV head after prefill, averaged over the layers.",
+            LABELS,
+        )
+
     def count(self, account: Account, outcome: str) -> None:
         """Count one generation that ended: ``stop``, ``length``, ``abort`` or ``error``."""
         self._requests.labels(account.route, account.preset, outcome).inc()
@@ -108,6 +124,9 @@ class RequestMetrics:
             self._tpot.labels(*labels).observe((end - first_token) / (output_tokens - 1))
         self._prompt.labels(*labels).inc(prompt_tokens)
         self._kept.labels(*labels).inc(account.report.get("kept_tokens", prompt_tokens))
+        self._retained.labels(*labels).inc(account.report.get("retained_tokens", prompt_tokens))
+        self._propagated.labels(*labels).inc(account.report.get("propagated_tokens") or 0)
+        self._skipped.labels(*labels).inc(int(account.report.get("propagation_skipped", False)))
         if drafted := account.report.get("draft_tokens", 0):
             self._drafted.labels(*labels).inc(drafted)
             self._accepted.labels(*labels).inc(account.report["accepted_tokens"])

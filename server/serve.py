@@ -121,9 +121,9 @@ def parser() -> Parser:
         "--propagation-buffer",
         type=int,
         metavar="TOKENS",
-        help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt is "
-        f"computed without it, and its answer says so; 0 for none (default: {DEFAULT_PROPAGATION_BUFFER}, or the "
-        "context length where that is less)",
+        help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt "
+        "is computed without it, and its answer says so; 0 for none (default: the context length, and at most "
+        f"{DEFAULT_PROPAGATION_BUFFER})",
     )
     config.add_arguments(result)
     return result

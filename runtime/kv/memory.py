@@ -57,7 +57,7 @@ def private_tokens(plan: PrefillPlan, span: int, length: int, prompt_tokens: int
 
 
 def pages_held(plan: PrefillPlan, length: int, prompt_tokens: int, page_size: int) -> int:
-    """Physical pages of a request while the step that brings it to ``length`` tokens (generated ones included) runs.
+    """Physical pages of a request while the step runs that brings it to ``length`` tokens (with generated ones).
 
     This is what admission counts: with ``length`` the longest the request can get, what it needs to fit at all.
     Where retention drops entries, the whole prompt and what is kept of it are there at once, and the room for the
@@ -94,8 +94,8 @@ class KvMemory:
 
     Attributes:
         pool, shared, tables: see their modules.
-        retained: the tables that are to take the place of a row's own when retention has filled them: prompt entries
-            that stay, then generated tokens. A row is here from its first token until its prompt is complete.
+        retained: the tables that take the place of a row's own when retention has filled them: prompt entries that
+            stay, then generated tokens. A row is here from its first token until its prompt is complete.
         owners: by row, for the rows that are open.
         on_close: called with each row that is let go.
     """
@@ -137,7 +137,7 @@ class KvMemory:
             told(row)
 
     def settle(self, row: int) -> None:
-        """The kept entries of a complete prompt are in their places: they are what the request holds from now on."""
+        """The kept entries of a complete prompt are in their places: the request holds nothing else from now on."""
         self.tables.adopt(row, self.retained)
 
     def settled(self, row: int) -> bool:

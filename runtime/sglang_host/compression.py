@@ -5,7 +5,7 @@ pool, once the last chunk is there. Each layer's kept entries are copied to wher
 runs; after the forward they take the place of the request's pages.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -191,7 +191,7 @@ class CompressionStep:
         stay = np.isin(position, job.selected) | (position >= job.work.prompt_tokens)
         return Choice(stay, np.setdiff1d(job.selected, position))
 
-    def recall(self, earlier: dict[int, np.ndarray]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+    def recall(self, earlier: Mapping[int, np.ndarray]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """Hidden states of earlier chunks, request after request."""
         for index, positions in earlier.items():
             assert self.side.buffer is not None
@@ -277,7 +277,7 @@ class CompressionStep:
     # --- after the forward ---
 
     def finish(self) -> list[int]:
-        """Let kept entries take the place of whole prompts; the indices of the requests that held both until now."""
+        """The prompts of this step are complete; the indices of those that :meth:`settle` is to be called for."""
         done = []
         for job in self.jobs.values():
             if not job.final:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-"""Sees a layer's prefill attention before it is computed: layer, rotated queries [rows, heads, head_dim], the pool's
-keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the factor on the dot products."""
+"""Sees a layer's prefill attention before it is computed: layer, rotated queries [rows, heads, head_dim], the
+pool's keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the scale of the products."""
 
 
 def _runs(span_view: SpanView) -> list[tuple[slice, slice | torch.Tensor]]:

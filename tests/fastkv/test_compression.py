@@ -1,4 +1,4 @@
-"""The engine's side of FastKV without an engine: real pages, views, staircase and taps over random queries and keys."""
+"""The engine's side of FastKV without an engine: real pages, views, staircase and taps over random numbers."""
 
 from types import SimpleNamespace
 
@@ -78,8 +78,12 @@ class Engine:
                    for s, n in zip(states, lengths, strict=True)]  # fmt: skip
         plain = (np.array(rows), lengths, np.concatenate(virtual))
         params = SimpleNamespace(sampling_seed=None)
-        fakes = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), sampling_params=params) for row in rows]
-        host = Host(self, plain, [s.model for s in states], CompressionStep(self.side, works, fakes, self.span))
+        fakes = [
+            SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), sampling_params=params) for row in rows
+        ]
+        host = Host(
+            self, plain, [s.model for s in states], CompressionStep(self.side, works, fakes, self.span)
+        )
         host.position = staircase.first_rows(works).position
         staircase.climb(host, works, staircase.first_rows(works), selectors(host.compression, host.states))
         for index in host.compression.finish():
@@ -88,7 +92,11 @@ class Engine:
         for state, end in zip(states, ends.values(), strict=True):
             state.length = end
         check(
-            self.memory.pool, self.memory.shared, self.memory.tables, np.zeros(0, np.int64), self.memory.retained
+            self.memory.pool,
+            self.memory.shared,
+            self.memory.tables,
+            np.zeros(0, np.int64),
+            self.memory.retained,
         )
         return host
 
@@ -105,7 +113,9 @@ class Engine:
         values = self.values[layer % self.span][torch.from_numpy(slots.astype(np.int64)), head]
         known = request.model.keys[layer, :, head]
         found = torch.cdist(held, known).argmin(1)
-        assert torch.equal(held, known[found]) and torch.equal(values, request.model.values[layer, found, head])
+        assert torch.equal(held, known[found]) and torch.equal(
+            values, request.model.values[layer, found, head]
+        )
         return found.tolist()
 
 

@@ -1,7 +1,7 @@
-"""A Transformers model under FastKV: explicit masks per KV head, nothing cached, selections by ``oracles/fastkv.py``.
+"""A Transformers model under FastKV: explicit masks per KV head, selections by ``oracles/fastkv.py``.
 
-Shares no code with the engine. Every position is computed at every layer; one that does not exist at a layer is never
-a key there, so what is computed for it has no effect.
+Shares no code with the engine. Every position is computed at every layer; one that does not exist at a layer is
+never a key there, so what is computed for it has no effect.
 """
 
 import torch
@@ -70,7 +70,9 @@ class CompressedModel:
                 )
             )
             q, k = apply_rotary_pos_emb(q, k, *rotary)
-            matrix = rules.attention(q[0, :, exists].transpose(0, 1), k[0, :, exists].transpose(0, 1), self.scale)
+            matrix = rules.attention(
+                q[0, :, exists].transpose(0, 1), k[0, :, exists].transpose(0, 1), self.scale
+            )
             kept = self._kept(matrix, exists, count, retention, rule)
             self.sets.append(exists)
             self.kept.append(kept)
