@@ -142,6 +142,12 @@ class PrefillPlan:
         found = [step for step in self.steps if step.kind == SCORED and step.layer > 0]
         return found[0] if found else None
 
+    @property
+    def window(self) -> int:
+        """The last prompt tokens that every step and the retention need: what judges the others."""
+        kept = 1 if self.retention is None else self.retention.window
+        return max(kept, *(step.window for step in self.steps if step.layer > 0), 1)
+
     def present_tokens(self, span: int, prompt_tokens: int) -> int:
         """Prompt tokens that a span holds after prefill; above a SCORED step, the most that it can hold."""
         return tokens_per_span(self, prompt_tokens)[span]
@@ -168,8 +174,7 @@ class PrefillPlan:
         """
         if self.steps and self.steps[0] is self.propagation:
             return 0
-        window = 1 if self.retention is None or self.steps else self.retention.window
-        return max(prompt_tokens - window, 0)
+        return max(prompt_tokens - (1 if self.steps and self.steps[0].layer == 0 else self.window), 0)
 
     def anchored_above(self, layer: int) -> bool:
         """Whether token 0 is needed at some layer >= ``layer``: a selection below must keep it."""

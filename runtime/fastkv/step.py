@@ -22,24 +22,23 @@ def config_of(policy: Mapping[str, Any], tsp_layer: int | None) -> FastKVConfig:
     )
 
 
-def propagated_count(config: FastKVConfig, entered: int, anchored: bool) -> int:
+def propagated_count(rate: float, window: int, entered: int, anchored: bool) -> int:
     """Tokens that go on above the selection layer, of ``entered``.
 
     Args:
         anchored: whether a deeper step needs token 0, which then counts in the budget.
     """
-    sizes = Sizes(entered, entered, config.window)
-    return min(max(sizes.budget(config.tsp_rate), config.window + anchored), entered)
+    return min(max(Sizes(entered, entered, window).budget(rate), window + anchored), entered)
 
 
 def propagation_step(config: FastKVConfig, entered: int, anchored: bool) -> Step | None:
     """The step for a prompt of which ``entered`` tokens enter the model; None where all of them go on."""
     if config.tsp_layer is None or config.tsp_rate == 1:
         return None
-    kept = propagated_count(config, entered, anchored)
+    rate, window = config.tsp_rate, config.window
+    kept = propagated_count(rate, window, entered, anchored)
     if kept >= entered:
         return None
-    rate, window = config.tsp_rate, config.window
     return Step(config.tsp_layer, MECHANISM, SCORED, anchor=False, rate=rate, window=window, kept=kept)
 
 

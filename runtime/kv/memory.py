@@ -12,7 +12,7 @@ import numpy as np
 from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
 from fathom.runtime.kv.prefix import SharedPages
 from fathom.runtime.kv.tables import Tables
-from fathom.runtime.plan import FIXED, SCORED, PrefillPlan, deep_tokens, tokens_per_span
+from fathom.runtime.plan import FIXED, PrefillPlan, deep_tokens, tokens_per_span
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class KvMemory:
         self.retained = Tables(self.pool, spans)
         self.owners: dict[int, Owner] = {}
         self.on_close: list[Callable[[int], None]] = []
+        self._kept: dict[int, dict[int, int]] = {}  # row -> span -> prompt entries that retention keeps
 
     def clear(self) -> None:
         """Forget everything."""
@@ -116,6 +117,7 @@ class KvMemory:
         self.shared.clear()
         self.tables.clear()
         self.retained.clear()
+        self._kept.clear()
         self.owners.clear()
 
     def open(self, row: int, plan: PrefillPlan, prompt_tokens: int) -> None:
@@ -125,6 +127,7 @@ class KvMemory:
         self.owners[row] = Owner(plan, prompt_tokens)
         if compacted := plan.compacted_spans(prompt_tokens):
             self.retained.open(row, compacted.start, compacted.stop)
+            self._kept[row] = {span: plan.retained_tokens(span, prompt_tokens) for span in compacted}
 
     def close(self, row: int) -> None:
         """Let a request go: its private pages are free, its virtual pages are the engine's to free
@@ -132,13 +135,37 @@ class KvMemory:
         """
         self.tables.release(row)
         self.retained.release(row)
+        self._kept.pop(row, None)
         self.owners.pop(row, None)
         for told in self.on_close:
             told(row)
 
+    def pending(self, row: int) -> dict[int, int]:
+        """By span the prompt entries that retention is going to keep, until the row is settled."""
+        return self._kept.get(row, {})
+
+    def fit(self, row: int, span: int, kept: int) -> None:
+        """Fewer prompt entries of a pending span are kept than there is room for."""
+        spare = self._kept[row][span] - kept
+        self.retained.truncate(row, span, self.retained.length(row, span) - spare)
+        self._kept[row][span] = kept
+
+    def after(self, row: int, span: int) -> int:
+        """Generated tokens that a pending span has room for; 0 in any other span."""
+        kept = self.pending(row).get(span)
+        return 0 if kept is None else max(self.retained.length(row, span) - kept, 0)
+
+    def shrink(self, row: int, count: int) -> None:
+        """Drop the last ``count`` tokens, which are generated ones, from every table of a row."""
+        for tables in (self.tables, self.retained):
+            for span, length in tables.lengths(row).items() if row in tables else ():
+                if tables is self.retained or span not in self.pending(row):
+                    tables.truncate(row, span, length - count)
+
     def settle(self, row: int) -> None:
         """The kept entries of a complete prompt are in their places: the request holds nothing else from now on."""
         self.tables.adopt(row, self.retained)
+        self._kept.pop(row)
 
     def settled(self, row: int) -> bool:
         """Whether entries of the row's prompt were dropped."""
@@ -207,7 +234,7 @@ class KvMemory:
                 (self.tables, span, private_tokens(owner.plan, span, end, owner.prompt_tokens) - before)
             )
         for span, length in pending.items():
-            room = 0 if length else owner.plan.retained_tokens(span, owner.prompt_tokens)
+            room = 0 if length else self._kept[row][span]
             after = step.end - max(step.begin, owner.prompt_tokens)
             found.append((self.retained, span, room + max(after, 0)))
         return [(tables, span, count) for tables, span, count in found if count]

@@ -63,9 +63,9 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     """The view of one span."""
     rows = batch.rows.tolist()
     private = np.array([memory.tables.first_private(row) <= span for row in rows], bool)
-    after = np.array(
-        [_after(memory, row, span, n) for row, n in zip(rows, batch.lengths.tolist(), strict=True)]
-    )
+    # A request that starts again after it was taken back brings generated tokens in one step with the end of its
+    # prompt. They see what is kept of it, as they did before.
+    after = np.array([memory.after(row, span) for row in rows])
     if private.any() or batch.again.any() or after.any():
         return _mixed(memory, batch, span, private, after)
     entry = np.concatenate([[0], np.cumsum(batch.lengths)])
@@ -77,16 +77,6 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
         ends = np.repeat(entry[1:] - query[1:], batch.new)
         write = slots[ends + np.arange(query[-1])]
     return SpanView(slots, entry, query, write.astype(np.int64))
-
-
-def _after(memory: KvMemory, row: int, span: int, length: int) -> int:
-    """Rows of generated tokens that come in one step with the end of a prompt of which this span drops entries.
-
-    A request that starts again after it was taken back has such rows. They see what is kept, as they did before.
-    """
-    if row not in memory.retained or span not in memory.retained.lengths(row):
-        return 0
-    return max(length - memory.owners[row].prompt_tokens, 0)
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:

@@ -17,7 +17,7 @@ from fathom.kernels.window_scores import pool_saliency, row_mean_scores, window_
 from fathom.runtime.fastkv.config import FastKVConfig
 from fathom.runtime.fastkv.policies import RetentionContext, RetentionPolicy, load_policy
 from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retain
-from fathom.runtime.fastkv.step import MECHANISM
+from fathom.runtime.fastkv.step import MECHANISM, propagated_count
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.plan import Step
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
@@ -36,13 +36,12 @@ class Compression:
     Attributes:
         memory: pages and tables of the target.
         buffer: hidden states at the selection layer; None where no layer is one.
+        queries: by row and layer the rotated queries of window tokens, chunk by chunk.
     """
 
     def __init__(self, memory: KvMemory, buffer: HiddenBuffer | None) -> None:
         self.memory, self.buffer = memory, buffer
-        self.queries: dict[
-            int, Queries
-        ] = {}  # row -> layer -> rotated queries of window tokens, chunk by chunk
+        self.queries: dict[int, Queries] = {}
         memory.on_close.append(self.forget)
 
     def forget(self, row: int) -> None:
@@ -66,6 +65,7 @@ class Job:
         window_rows: rows of the packed query that are window tokens, in the layers that run now.
         selected: positions that go on above the selection layer, once that is known.
         slots: by span, where the entries of the prompt are.
+        present_in, kept_in: by span, tokens that are computed and entries that each KV head keeps.
     """
 
     index: int
@@ -80,11 +80,12 @@ class Job:
     window_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     selected: np.ndarray | None = None
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    present_in: list[int] = field(default_factory=list)
+    kept_in: list[int] = field(default_factory=list)
 
     @property
     def window(self) -> int:
-        plan = self.work.plan
-        return plan.retention.window if plan.retention else plan.propagation.window  # type: ignore[union-attr]
+        return self.work.plan.window
 
     def present(self, layer: int) -> np.ndarray:
         """Positions that a layer (counted from 0) sees."""
@@ -126,7 +127,7 @@ class CompressionStep:
             final = work.end >= work.prompt_tokens
             chosen = entered(request) if final else None
             rule = work.plan.retention
-            self.jobs[index] = Job(
+            job = self.jobs[index] = Job(
                 index,
                 request.kv.req_pool_idx,
                 work,
@@ -137,6 +138,9 @@ class CompressionStep:
                 load_policy(rule.policy) if compacted and rule is not None else None,
                 compacted,
             )
+            if final:
+                job.present_in, job.kept_in = self.counts(job)
+                self._fit(job)
 
     # --- before and between spans ---
 
@@ -156,17 +160,38 @@ class CompressionStep:
             first = job.entered[max(len(job.entered) - job.window, 0)]
             window = mine & (rows.position >= first) & (rows.position < prompt)
             job.window_rows = torch.from_numpy(np.flatnonzero(window))
-            if job.final and low == 0:
-                self._fit(job)
 
     def _fit(self, job: Job) -> None:
         """Give back room that was taken for more tokens than have entered."""
         plan, prompt = job.work.plan, job.work.prompt_tokens
-        after = job.work.end - prompt
-        for span in job.compacted:
-            present = min(plan.present_tokens(span, prompt), len(job.entered))
-            kept = min(self._sizes(job, present).budget(plan.retention.rate), present)  # type: ignore[union-attr]
-            self.memory.retained.truncate(job.row, span, kept + after)
+        most = plan.steps[0].most_kept(prompt) if plan.steps and plan.steps[0].layer == 0 else prompt
+        if len(job.entered) == most:
+            return
+        for span in range(plan.spans):
+            step = plan.step_of_span(span)
+            if step is plan.propagation and step is not None:
+                length, spare = self.memory.tables.length(job.row, span), step.kept - job.present_in[span]
+                self.memory.tables.truncate(job.row, span, length - spare)
+            if span in job.compacted:
+                self.memory.fit(job.row, span, job.kept_in[span])
+
+    def counts(self, job: Job) -> tuple[list[int], list[int]]:
+        """By span of a request whose whole prompt is there: tokens computed, and entries kept per KV head."""
+        plan, rule, present = job.work.plan, job.work.plan.retention, []
+        left = len(job.entered)
+        starts = {step.layer // plan.span: step for step in plan.steps if step.layer > 0}
+        for span in range(plan.spans):
+            if (step := starts.get(span)) is None:
+                pass
+            elif step is plan.propagation:
+                left = propagated_count(step.rate, step.window, left, plan.anchored_above(step.layer))
+            else:
+                left = step.most_kept(left)
+            present.append(left)
+        if rule is None:
+            return present, present
+        budget = self._sizes(job, len(job.entered)).budget(rule.rate)
+        return present, [min(budget, count) for count in present]
 
     def _sizes(self, job: Job, present: int) -> Sizes:
         return Sizes(len(job.entered), present, job.window)
@@ -183,13 +208,18 @@ class CompressionStep:
         if job is None:
             return Choice(np.ones(len(position), bool), nothing)
         if not job.final:
-            assert self.side.buffer is not None
-            mine = np.flatnonzero(self.rows.request == index)
-            self.side.buffer.put(job.row, position, *hidden(mine))
+            self.wait(index, position, *hidden(np.flatnonzero(self.rows.request == index)))
             return Choice(np.zeros(len(position), bool), nothing)
         assert job.selected is not None, "the prompt has ended and nobody chose from it"
         stay = np.isin(position, job.selected) | (position >= job.work.prompt_tokens)
         return Choice(stay, np.setdiff1d(job.selected, position))
+
+    def wait(
+        self, index: int, positions: np.ndarray, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Keep hidden states at the selection layer until the whole prompt has been seen."""
+        assert self.side.buffer is not None, "no plan propagates without a buffer"
+        self.side.buffer.put(self.jobs[index].row, positions, hidden, residual)
 
     def recall(self, earlier: Mapping[int, np.ndarray]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """Hidden states of earlier chunks, request after request."""
@@ -276,20 +306,17 @@ class CompressionStep:
 
     # --- after the forward ---
 
-    def finish(self) -> list[int]:
-        """The prompts of this step are complete; the indices of those that :meth:`settle` is to be called for."""
-        done = []
-        for job in self.jobs.values():
-            if not job.final:
-                continue
+    def finish(self) -> list[Job]:
+        """The requests whose prompts this step has completed."""
+        done = [job for job in self.jobs.values() if job.final]
+        for job in done:
             self.side.forget(job.row)
-            if job.compacted:
-                done.append(job.index)
         return done
 
-    def settle(self, index: int) -> None:
-        """The kept entries of one request's prompt are all it holds from now on."""
-        self.memory.settle(self.jobs[index].row)
+    def settle(self, job: Job) -> None:
+        """The kept entries of a request's prompt are all it holds from now on."""
+        if job.compacted:
+            self.memory.settle(job.row)
 
 
 def selectors(step: CompressionStep, hidden: Hidden) -> dict[str, Callable[[int, Step, np.ndarray], Choice]]:

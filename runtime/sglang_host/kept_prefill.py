@@ -58,14 +58,15 @@ class KeptForward(SpanForward):
         kept = selection.tokens.numpy()
         drafted = len(self.drafted.get(index, ()))
         enters = np.concatenate([kept, np.arange(work.prompt_tokens, work.end + drafted)])
-        # Everything from the last prompt token on goes with the batch.
-        split = min(max(len(enters) - chunk, 0), len(kept) - 1)
+        # Everything from the last prompt token on goes with the batch, and what judges the others.
+        split = min(max(len(enters) - chunk, 0), max(len(kept) - work.plan.window, 0))
         self.before[index], self.entering[index] = enters[:split], enters[split:]
         row = request.kv.req_pool_idx
         for span in self.memory.tables.lengths(row):
             step = work.plan.step_of_span(span)
-            if step is not None and step.kind == SCORED:
-                self.memory.tables.truncate(row, span, len(enters))
+            if step is not None and step.kind == SCORED and step.layer == 0:
+                count = len(kept) if span in self.memory.pending(row) else len(enters)
+                self.memory.tables.truncate(row, span, count)
         self.chunk = chunk
 
     def first_rows(self) -> Rows:
@@ -116,6 +117,8 @@ class KeptForward(SpanForward):
         tokens = tokens_at(request, positions)
         batch = passes.prepare(self.runner, tokens, positions, np.array([len(positions) - 1]))
         self.model.forward_split_prefill(batch.input_ids, batch.positions, batch, (0, upper))
+        if plan.propagation is not None and self.compression is not None:
+            self.compression.wait(index, positions, batch.hidden_states, batch.residual)
 
     def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Tokens and positions of all rows; those of judged prompts do not stand in SGLang's input."""

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fathom.runtime.kv.audit import Audit, audit
 from fathom.runtime.kv.memory import KvMemory
+from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
 from fathom.runtime.sglang_host.kv_pool import DepthKvPool

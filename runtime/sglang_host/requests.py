@@ -86,7 +86,10 @@ def _plan(
     propagates: bool,
 ) -> PrefillPlan:
     fields = dict(policy)
-    entering, fastkv = build(fields, layers, span, [lambda *_: selection]), fastkv_config(fields, LAYOUT.tsp_layer)
+    entering, fastkv = (
+        build(fields, layers, span, [lambda *_: selection]),
+        fastkv_config(fields, LAYOUT.tsp_layer),
+    )
     entered = prompt if selection is None else selection.most_kept(prompt)
     propagation = propagation_step(fastkv, entered, entering.anchored_above(1)) if propagates else None
     builders = [lambda *_: selection, lambda *_: propagation]

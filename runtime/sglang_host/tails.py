@@ -55,8 +55,7 @@ class Tails:
         """Give back the room of all but the first ``kept`` tokens."""
         memory, size = self.allocator.memory, self.allocator.page_size
         row, end = tail.request.kv.req_pool_idx, tail.begin + kept
-        for span, length in memory.tables.lengths(row).items():
-            memory.tables.truncate(row, span, length - (tail.count - kept))
+        memory.shrink(row, tail.count - kept)
         unused = self.rows[row, pages_of(end, size) * size : tail.begin + tail.count]
         if len(unused):
             self.allocator.free(unused.long())

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -14,15 +15,15 @@ from fathom.runtime.ledger import Account, Held, KvShape, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
 from fathom.runtime.sglang_host import draft_cache, kv_schedule
 from fathom.runtime.sglang_host.bursts import with_runs
+from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
 from fathom.runtime.sglang_host.draft_side import DraftSide
+from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.compression import Compression, CompressionStep
-from fathom.runtime.sglang_host.hidden_buffer import hidden_buffer
-from fathom.runtime.sglang_host.kv_pool import DepthKvPool
+from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
-from fathom.runtime.sglang_host.requests import policy_of, is_judged, prompt_tokens, propagation_skipped
+from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
 from fathom.runtime.sglang_host.tails import Tails
@@ -39,6 +40,7 @@ class FathomWorker(TpModelWorker):
     draft_side: DraftSide | None = None
     tails: Tails
     proposals: list[Proposal]
+    _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,13 +52,19 @@ class FathomWorker(TpModelWorker):
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
             kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
-            self.compression = Compression(self.allocator.memory, hidden_buffer(self.model_runner))
+            self.compression = Compression(self.allocator.memory, self._hidden_buffer())
         if self.draft_worker is not None:
             if not isinstance(self.allocator, DepthAllocator):
                 raise ValueError(
                     "--draft-model-path needs KV in depth pages, which this machine's platform has not"
                 )
             self.draft_worker.make_pool(self.allocator.virtual_pages * self.allocator.page_size)
+
+    def _hidden_buffer(self) -> HiddenBuffer | None:
+        tokens, config = LAYOUT.propagation_buffer, self.model_config
+        if LAYOUT.tsp_layer is None or tokens == 0:
+            return None
+        return HiddenBuffer(tokens, config.hidden_size, config.dtype, self.model_runner.device)
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
@@ -97,6 +105,7 @@ class FathomWorker(TpModelWorker):
     # --- flow.StepHost ---
 
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
+        self._complete = {}
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
     def draft(self, batch: ScheduleBatch) -> None:
@@ -140,7 +149,11 @@ class FathomWorker(TpModelWorker):
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)
         forward.compression = CompressionStep(
-            self.compression, forward.works, batch.reqs, self.compression.span, self._entered
+            self.compression,
+            forward.works,
+            batch.reqs,
+            self.model_runner.token_to_kv_pool.span,
+            self._entered,
         )
         result = self._step_around(forward, batch, **options)
         self._settle(batch, forward.compression)
@@ -167,12 +180,12 @@ class FathomWorker(TpModelWorker):
 
     def _settle(self, batch: ScheduleBatch, step: CompressionStep) -> None:
         """Prompts whose kept entries are in place hold nothing else from here on."""
-        for index in step.finish():
-            request = batch.reqs[index]
-            account = self.ledger.open(request, policy_of(request))
-            account.kv_bytes_peak = self._held(request).bytes
-            step.settle(index)
-            if not isinstance(batch.tree_cache, DepthRadixCache):
+        for job in step.finish():
+            request = batch.reqs[job.index]
+            self._complete[request] = job
+            self.ledger.open(request, policy_of(request)).hold(self._held(request))
+            step.settle(job)
+            if job.compacted and not isinstance(batch.tree_cache, DepthRadixCache):
                 table = self.model_runner.req_to_token_pool.req_to_token
                 self.allocator.uncover(table[request.kv.req_pool_idx, : prompt_tokens(request)])
 
@@ -198,20 +211,24 @@ class FathomWorker(TpModelWorker):
         if not isinstance(self.allocator, DepthAllocator):
             return
         plan, prompt = self.allocator.plan_of(request), prompt_tokens(request)
-        if not plan.dense:
-            account.retained_tokens = round(
-                sum(plan.retained_tokens(span, prompt) for span in range(plan.spans)) / plan.spans
-            )
-            account.propagated_tokens = plan.propagation.kept if plan.propagation else None
+        account.propagation_skipped = propagation_skipped(request)
+        if job := self._complete.get(request):
+            spans = plan.spans
+            account.kept_tokens, account.deep_tokens = round(sum(job.present_in) / spans), job.present_in[-1]
+            account.retained_tokens = round(sum(job.kept_in) / spans)
+            account.propagated_tokens = None if job.selected is None else len(job.selected)
+            return
+        if not plan.dense and plan.retention is None and plan.propagation is None:
             per_span = tokens_per_span(plan, prompt)
             account.kept_tokens, account.deep_tokens = round(sum(per_span) / plan.spans), per_span[-1]
+            account.retained_tokens = account.kept_tokens
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
-        if selection is not None:
+        if selection is not None and plan.propagation is None:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
             kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
             account.deep_tokens = kept if lower == plan.spans else deep
             account.kept_tokens = round((kept * lower + deep * (plan.spans - lower)) / plan.spans)
-        account.propagation_skipped = propagation_skipped(request)
+            account.retained_tokens = account.kept_tokens
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size

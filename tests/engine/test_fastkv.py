@@ -1,5 +1,5 @@
-"""FastKV through the server against Transformers with explicit masks, in float32: same greedy tokens, log-probabilities
-to 1e-4.
+"""FastKV through the server against Transformers with explicit masks, in float32: same greedy tokens,
+log-probabilities to 1e-4.
 
 Two servers: whole prompts, with requests that are taken back and restarted; chunks of 64 with pages of 16. On each:
 retention, propagation and SPEED alone and together, short and long prompts, dense requests in between, prefix hits

@@ -86,9 +86,10 @@ class Engine:
         )
         host.position = staircase.first_rows(works).position
         staircase.climb(host, works, staircase.first_rows(works), selectors(host.compression, host.states))
-        for index in host.compression.finish():
-            host.compression.settle(index)
-            self.memory.shared.release(np.array(states[index].virtual))  # nobody else uses them here
+        for job in host.compression.finish():
+            host.compression.settle(job)
+            if job.compacted:
+                self.memory.shared.release(np.array(states[job.index].virtual))  # nobody else uses them here
         for state, end in zip(states, ends.values(), strict=True):
             state.length = end
         check(
