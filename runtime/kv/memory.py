@@ -109,6 +109,7 @@ class KvMemory:
         self.retained = Tables(self.pool, spans)
         self.owners: dict[int, Owner] = {}
         self.on_close: list[Callable[[int], None]] = []
+        self._leaning: dict[int, int] = {}  # row -> pages
         self._kept: dict[int, dict[int, int]] = {}  # row -> span -> prompt entries that retention keeps
 
     def clear(self) -> None:
@@ -118,6 +119,7 @@ class KvMemory:
         self.tables.clear()
         self.retained.clear()
         self._kept.clear()
+        self._leaning.clear()
         self.owners.clear()
 
     def open(self, row: int, plan: PrefillPlan, prompt_tokens: int) -> None:
@@ -136,6 +138,7 @@ class KvMemory:
         self.tables.release(row)
         self.retained.release(row)
         self._kept.pop(row, None)
+        self._leaning.pop(row, None)
         self.owners.pop(row, None)
         for told in self.on_close:
             told(row)
@@ -176,9 +179,13 @@ class KvMemory:
             and len(owner.plan.compacted_spans(owner.prompt_tokens)) > 0
         )
 
+    def lean(self, row: int, tokens: int) -> None:
+        """A settled row keeps others from evicting the shared KV of its first tokens."""
+        self._leaning[row] = self.owners[row].plan.shared_spans * pages_of(tokens, self.page_size)
+
     def held(self, row: int, length: int) -> int:
         """Physical pages of a row with ``length`` tokens, its part of the prefix cache included."""
-        pages = len(self.tables.pages(row))
+        pages = len(self.tables.pages(row)) + self._leaning.get(row, 0)
         if row in self.retained:
             pages += len(self.retained.pages(row))
             length = min(length, self.owners[row].prompt_tokens)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import registry
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_memory
 
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.requests import uses_draft
 
 _default_factory = registry.default_radix_cache_factory
 
@@ -67,7 +68,10 @@ class DepthRadixCache(RadixCache):
         return memory.settled(row) and memory.owners[row].plan.shared_spans > 0
 
     def _leave(self, req: Req) -> None:
-        """Hand the whole prompt's KV to the tree, where it may be evicted from now on: the request has its own."""
+        """Hand the whole prompt's KV to the tree, where it may be evicted from now on: the request has its own.
+
+        A request that is drafted for holds on to it, for the draft's sake.
+        """
         if req in self._left:
             return
         self._left.add(req)
@@ -83,8 +87,14 @@ class DepthRadixCache(RadixCache):
         # The last, partly filled page goes on with generated tokens, and nothing behind it.
         allocator.uncover(slots[len(key) :])
         kv.cache_protected_len = len(key)
+        node = self.root_node
+        if uses_draft(req):
+            # The draft goes on reading its own KV of the prompt, in the same virtual slots.
+            node = self.match_prefix(MatchPrefixParams(key=key)).last_device_node
+            self.inc_lock_ref(node)
+            allocator.memory.lean(kv.req_pool_idx, len(key))
         self.dec_lock_ref(req.last_node)
-        req.last_node = self.root_node
+        req.last_node = node
 
     def cached_slots(self) -> torch.Tensor:
         """All virtual slots in the tree."""

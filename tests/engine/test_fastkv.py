@@ -1,17 +1,23 @@
 """FastKV through the server against Transformers with explicit masks, in float32: same greedy tokens,
 log-probabilities to 1e-4.
 
-Two servers: whole prompts, with requests that are taken back and restarted; chunks of 64 with pages of 16. On each:
-retention, propagation and SPEED alone and together, short and long prompts, dense requests in between, prefix hits
-and misses; on the second also aborts.
+Two servers: whole prompts, with requests that are taken back and restarted; chunks of 64 with pages of 16 and a
+draft model. On each: retention, propagation and SPEED alone and together, short and long prompts, dense requests in
+between, prefix hits and misses; on the second also SpecPrefill and drafted tokens with all of them, and aborts.
 """
 
+import contextlib
 import random
+import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 from oracles.compressed_model import CompressedModel
+from oracles.drafted import Draft
+from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 6
@@ -29,12 +35,41 @@ POLICIES = [
     {"tsp_rate": 0.1, "kv_retention_rate": 0.4},
     {"tsp_rate": 0.3, "kv_retention_rate": 0.2, "depth_cutoff": 3},
 ]
+SPEC = {"prefill_keep_rate": 0.6, "min_prompt_tokens": 64}
+DRAFTED = [
+    SPEC | {"kv_retention_rate": 0.1},
+    SPEC | {"tsp_rate": 0.3, "kv_retention_rate": 0.2, "depth_cutoff": 3},
+    SPEC | {"tsp_rate": 0.3, "kv_retention_rate": 0.2, "depth_cutoff": 3, "speculative": True},
+    {"tsp_rate": 0.2, "kv_retention_rate": 0.1, "speculative": True},
+    {"tsp_rate": 0.3, "depth_cutoff": 3, "speculative": True},
+]
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "40000")
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny_model):
-    model, known = CompressedModel(tiny_model), {}
+def draft_model(tiny_model, tmp_path_factory):
+    """The tiny model with noise on its weights: right often, but not always."""
+    folder = tmp_path_factory.mktemp("draft")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.012 * torch.randn_like(weights)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model, draft_model):
+    model, draft, known, entered = CompressedModel(tiny_model), Draft(draft_model), {}, {}
+
+    def kept_by_draft(prompt, policy):
+        if len(prompt) < policy.get("min_prompt_tokens", len(prompt) + 1):
+            return None
+        if tuple(prompt) not in entered:
+            entered[tuple(prompt)] = draft.kept(prompt, policy["prefill_keep_rate"])
+        return entered[tuple(prompt)]
 
     def log_probs(prompt, generated, policy):
         key = (tuple(prompt), tuple(generated), tuple(sorted((policy or {}).items())))
@@ -49,6 +84,7 @@ def oracle(tiny_model):
                     wanted.get("kv_retention_rate", 1.0),
                     wanted.get("retention_policy", "saliency"),
                     wanted.get("depth_cutoff"),
+                    entered=kept_by_draft(prompt, wanted),
                 ),
                 [len(seen) for seen in model.sets],
                 [len(heads[0]) for heads in model.kept],
@@ -88,8 +124,10 @@ def check(oracle, prompt, policy, answer, page=1):
 
     assert report["deep_tokens"] == seen[-1] and report["kept_tokens"] == round(sum(seen) / LAYERS)
     assert report["retained_tokens"] == round(sum(kept) / LAYERS)
-    assert report["kv_bytes"] == held(kept) and report["kv_bytes_dense"] == held([len(prompt)] * LAYERS)
     assert report["propagated_tokens"] == (seen[TSP] if seen[TSP] < seen[0] else None)
+    if policy is not None and policy.get("speculative"):
+        return
+    assert report["kv_bytes"] == held(kept) and report["kv_bytes_dense"] == held([len(prompt)] * LAYERS)
     assert report["kv_bytes_peak"] >= max(report["kv_bytes"], sum(seen) * TOKEN_BYTES)
 
 
@@ -98,9 +136,9 @@ def prompts(seed):
     return [[rng.randrange(6, 2000) for _ in range(n)] for n in LENGTHS]
 
 
-def check_matrix(server, oracle, page=1):
+def check_matrix(server, oracle, page=1, policies=POLICIES):
     """All policies and lengths, eight requests at a time, in random order."""
-    cases = [(prompt, policy) for policy in POLICIES for prompt in prompts(1)]
+    cases = [(prompt, policy) for policy in policies for prompt in prompts(1)]
     random.Random(5).shuffle(cases)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda case: ask(server, *case), cases))
@@ -169,10 +207,11 @@ def check_metrics(server):
     assert all(value > 100 for value in total.values()), total
 
 
-def test_chunks_pages_and_aborts(start_server, tiny_model, oracle):
+def test_chunks_pages_a_draft_and_aborts(start_server, tiny_model, draft_model, oracle):
     """Chunks of 64, pages of 16; prefill and decode rows in one batch; a buffer for prompts of up to 800 tokens."""
     flags = ("--chunked-prefill-size", "64", "--page-size", str(PAGE), "--enable-mixed-chunk")
-    server = start_server(tiny_model, *FLAGS, *flags, "--propagation-buffer", "800")
+    more = ("--propagation-buffer", "800", "--draft-model-path", str(draft_model))
+    server = start_server(tiny_model, *FLAGS, *flags, *more)
     check_matrix(server, oracle, PAGE)
     # A second time from the prefix cache: retention finds all but the window, a propagation nothing.
     answers = check_matrix(server, oracle, PAGE)
@@ -183,6 +222,8 @@ def test_chunks_pages_and_aborts(start_server, tiny_model, oracle):
         assert meta["cached_tokens"] == 0 if propagates else meta["cached_tokens"] >= expected
     peak = settle(server)["fastkv"]["buffer_peak"]
     assert 640 <= peak <= 800
+    answers = check_matrix(server, oracle, PAGE, DRAFTED)
+    assert sum(answer["meta_info"]["fathom"]["accepted_tokens"] for answer in answers) > 10
     check_too_long(server, oracle)
     check_storm(server, oracle)
     settle(server)
@@ -202,17 +243,16 @@ def check_too_long(server, oracle):
 def check_storm(server, oracle):
     """Forty mixed requests, a third of which their clients give up on."""
     rng = random.Random(6)
-    cases = [(rng.choice(prompts(7)[2:]), rng.choice(POLICIES), rng.random() < 0.35) for _ in range(40)]
+    policies = POLICIES + DRAFTED
+    cases = [(rng.choice(prompts(7)[2:]), rng.choice(policies), rng.random() < 0.35) for _ in range(40)]
 
     def run(case):
         prompt, policy, gives_up = case
         if not gives_up:
             return ask(server, prompt, policy)
-        try:
-            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 400}, "fathom": policy}
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 400}, "fathom": policy}
+        with contextlib.suppress(httpx.TimeoutException):
             httpx.post(f"{server.url}/generate", json=body, timeout=rng.choice([0.05, 0.2, 0.6]))
-        except httpx.TimeoutException:
-            pass
         return None
 
     with ThreadPoolExecutor(12) as pool:
@@ -220,11 +260,8 @@ def check_storm(server, oracle):
     for (prompt, policy, _), answer in zip(cases, answers, strict=True):
         if answer is not None:
             check(oracle, prompt, policy, answer, PAGE)
-    deadline = 60
-    while server.engine()["kv_pool"]["depth_pages"]["open_rows"] and deadline:
-        deadline -= 1
-        import time
-
+    deadline = time.monotonic() + 30
+    while server.engine()["kv_pool"]["depth_pages"]["open_rows"] and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
