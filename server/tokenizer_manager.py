@@ -186,6 +186,10 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
     Raises:
         ValueError: naming what was asked for.
     """
+    sampling = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
+    beams = any((item.get("beam_width") or 1) > 1 for item in sampling)
+    if beams and (policy.drops_tokens or policy.kv_retention_rate != 1):
+        raise ValueError("beam search cannot be had under a policy that drops prompt tokens or their KV")
     if not policy.drops_tokens:
         return
     asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]
@@ -197,9 +201,6 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
         )
     if obj.return_hidden_states:
         raise ValueError("hidden states cannot be had under a policy that drops prompt tokens")
-    sampling = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
-    if any((item.get("beam_width") or 1) > 1 for item in sampling):
-        raise ValueError("beam search cannot be had under a policy that drops prompt tokens")
 
 
 def apply_policy(obj: GenerateReqInput, policy: Policy, protected: Sequence[tuple[int, int]] = ()) -> None:

@@ -1,0 +1,180 @@
+"""A random life of requests whose prompts are propagated and cut down: pages are counted before they are taken,
+nothing is lost, and what a request holds afterwards is what its plan says."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fathom.runtime.fastkv.config import FastKVConfig
+from fathom.runtime.fastkv.step import propagation_step, retention
+from fathom.runtime.kv.audit import check
+from fathom.runtime.kv.memory import Growth, KvMemory, pages_taken
+from fathom.runtime.kv.pages import OutOfPages, pages_of
+from fathom.runtime.plan import SCORED, PrefillPlan, Step
+
+LAYERS = 4
+WINDOW = 2
+
+
+def plan(prompt, tsp, kept, cutoff, entered):
+    """Any combination of the four steps, over spans of one layer; ``entered`` below 1 is SpecPrefill's share."""
+    most = max(-(-prompt * entered // 10), 1)
+    steps = [Step(0, "SpecPrefill", SCORED, anchor=False, kept=most)] if most < prompt else []
+    config = FastKVConfig(2, tsp, kept, window=WINDOW, pool=1)
+    step = propagation_step(config, most, cutoff is not None)
+    steps += [step] if step else []
+    steps += [Step(cutoff, "SPEED")] if cutoff is not None else []
+    return PrefillPlan(LAYERS, 1, tuple(steps), retention(config, most))
+
+
+class Request:
+    def __init__(self, row, plan, policy, prompt, prefix, size):
+        self.row, self.plan, self.policy, self.prompt = row, plan, policy, prompt
+        self.virtual, self.locked = list(prefix), len(prefix)
+        self.length, self.opened = len(prefix) * size, False
+
+
+class RetentionMachine(RuleBasedStateMachine):
+    @initialize(page_size=st.sampled_from([1, 4]), pages=st.integers(60, 300))
+    def start(self, page_size, pages):
+        self.size, self.pages = page_size, pages
+        self.memory = KvMemory(pages, page_size, LAYERS, virtual_pages=pages)
+        self.free_virtual = list(range(pages, 0, -1))
+        self.requests: dict[int, Request] = {}
+        self.cache: list[tuple[tuple, list[int]]] = []
+        self.rows = list(range(1, 300))
+
+    @rule(
+        policy=st.tuples(
+            st.sampled_from([1.0, 0.3]),
+            st.sampled_from([1.0, 0.2, 0.6]),
+            st.sampled_from([None, 3]),
+            st.sampled_from([10, 10, 6]),
+        ),
+        prompt=st.integers(1, 40),
+        hit=st.booleans(),
+        data=st.data(),
+    )
+    def admit(self, policy, prompt, hit, data):
+        made, prefix = plan(prompt, *policy), []
+        chains = [chain for owner, chain in self.cache if owner == policy]
+        if hit and chains and made.shared_spans:
+            prefix = data.draw(st.sampled_from(chains))[: made.reusable_tokens(prompt) // self.size]
+            if prefix and self.memory.shared.depth(prefix[0]) != made.shared_spans:
+                prefix = []
+        row = self.rows.pop()
+        self.memory.open(row, made, prompt)
+        self.requests[row] = Request(row, made, policy, prompt, prefix, self.size)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.integers(1, 20))
+    def extend(self, data, tokens):
+        """A chunk of the prompt, which may end with tokens that were generated before, or one more token."""
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        end = request.length + (tokens if request.length < request.prompt else 1)
+        if not self.grow(request, end):
+            return
+        if request.length >= request.prompt and self.memory.pending(request.row):
+            self.memory.settle(request.row)
+            self.hand_over(request)
+
+    def grow(self, request, end):
+        new = pages_of(end, self.size) - len(request.virtual)
+        if new > len(self.free_virtual):
+            return False
+        virtual = self.free_virtual[len(self.free_virtual) - new :]
+        growth = [Growth(request.row, request.length, end, np.array(virtual, np.int64))]
+        need, free = self.memory.need(growth), self.memory.pool.free
+        counted = (request.plan, request.length, end, request.prompt, self.size)
+        assert need == pages_taken(*counted, request.opened)
+        try:
+            self.memory.grow(growth)
+        except OutOfPages:
+            assert need > free == self.memory.pool.free
+            return False
+        assert free - self.memory.pool.free == need
+        del self.free_virtual[len(self.free_virtual) - new :]
+        request.virtual += virtual
+        request.length, request.opened = end, True
+        return True
+
+    def hand_over(self, request):
+        """The whole pages of the prompt are the cache's; nothing stands behind the others."""
+        if request.plan.shared_spans == 0:
+            return
+        whole = request.prompt // self.size
+        if whole > request.locked:
+            self.cache.append((request.policy, request.virtual[:whole]))
+        self.memory.shared.release(np.array(request.virtual[whole:], np.int64))
+        request.locked = max(whole, request.locked)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def draft_and_reject(self, data, count):
+        """Room for drafted tokens, all of which are rejected."""
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        if request.length < request.prompt or not request.opened:
+            return
+        before, held = request.length, len(request.virtual)
+        free = self.memory.pool.free
+        if not self.grow(request, before + count):
+            return
+        self.memory.shrink(request.row, count)
+        self.release(request.virtual[held:])
+        del request.virtual[held:]
+        request.length = before
+        assert self.memory.pool.free == free
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def let_go(self, data):
+        """Finished, aborted or taken back, at any point."""
+        request = self.requests.pop(data.draw(st.sampled_from(sorted(self.requests))))
+        self.memory.close(request.row)
+        self.release(request.virtual[request.locked :])
+
+    @precondition(lambda self: self.cache)
+    @rule()
+    def evict(self):
+        """Whatever no unfinished prompt stands on; finished ones have let go of it."""
+        policy, chain = self.cache.pop()
+        used = {page for r in self.requests.values() if not self.memory.settled(r.row) for page in r.virtual}
+        used |= {page for _, other in self.cache for page in other}
+        if used & set(chain):
+            self.cache.append((policy, chain))
+        else:
+            self.release(chain)
+            # The rows that left them behind know nothing of it, and must not mind.
+            for request in self.requests.values():
+                assert (
+                    not self.memory.settled(request.row) or self.memory.tables.first_private(request.row) == 0
+                )
+
+    @invariant()
+    def the_ledger_balances(self):
+        if hasattr(self, "memory"):
+            memory = self.memory
+            cached = np.array(sorted({page for _, chain in self.cache for page in chain}), np.int64)
+            found = check(memory.pool, memory.shared, memory.tables, cached, memory.retained)
+            assert found.free + found.cached + found.held == found.total
+
+    @invariant()
+    def settled_requests_hold_what_their_plans_say(self):
+        for request in getattr(self, "requests", {}).values():
+            if self.memory.settled(request.row) and request.length > request.prompt:
+                after = request.length - request.prompt
+                kept = [request.plan.retained_tokens(span, request.prompt) + after for span in range(LAYERS)]
+                assert self.memory.tables.lengths(request.row) == dict(enumerate(kept))
+                assert self.memory.held(request.row, request.length) == sum(
+                    pages_of(n, self.size) for n in kept
+                )
+
+    def release(self, virtual):
+        self.memory.shared.release(np.array(virtual, np.int64))
+        self.free_virtual += virtual
+
+
+RetentionMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+test_retention_machine = pytest.mark.timeout(120)(RetentionMachine.TestCase)
