@@ -44,6 +44,9 @@ def _kept_problem(policy: dict, report: dict) -> str | None:
         return None if kept <= prompt else f"{kept} of {prompt} prompt tokens kept"
     if rate != 1.0 and kept > _allowed(rate, prompt):
         return f"{kept} of {prompt} prompt tokens kept at prefill_keep_rate {rate}"
+    rate, deep = policy.get("tsp_rate", 1.0), report.get("deep_tokens", 0)
+    if rate != 1.0 and deep > _allowed(rate, prompt):
+        return f"{deep} of {prompt} prompt tokens at the last layer at tsp_rate {rate}"
     if not _drops(policy) and kept != prompt:
         return f"{kept} of {prompt} prompt tokens kept, but nothing was asked to go"
     return None

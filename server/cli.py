@@ -16,6 +16,7 @@ commands:
   serve     serve a model over HTTP        (fathom serve --help)
   bench     measure against stock SGLang   (fathom bench --help)
   fidelity  what policies cost in answers  (fathom fidelity --help)
+  calibrate where FastKV should select     (fathom calibrate tsp --help)
   version   show versions
 
 A first try, without a download:  fathom serve --demo"""
@@ -39,6 +40,12 @@ def _fidelity(argv: list[str]) -> int:
     return main(argv) or 0
 
 
+def _calibrate(argv: list[str]) -> int:
+    from fathom.benchmarks.calibrate import main
+
+    return main(argv)
+
+
 def _version(argv: list[str]) -> int:
     argparse.ArgumentParser(prog="fathom version", description="Show versions.").parse_args(argv)
     for name, version in versions().items():
@@ -46,7 +53,13 @@ def _version(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"serve": _serve, "bench": _bench, "fidelity": _fidelity, "version": _version}
+COMMANDS = {
+    "serve": _serve,
+    "bench": _bench,
+    "fidelity": _fidelity,
+    "calibrate": _calibrate,
+    "version": _version,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

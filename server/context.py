@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fathom.runtime.config import Limits, Policy, validate
@@ -21,6 +22,7 @@ class Face:
         limits: what the served model allows; filled in when it is known.
         depth_span: layers per depth page, or None for the model's default.
         tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to 0.47 L.
+        profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         max_body_bytes: largest request body that is read.
     """
@@ -30,6 +32,7 @@ class Face:
     limits: Limits = field(default_factory=Limits)
     depth_span: int | None = None
     tsp_layer: int | None = None
+    profile: Path | None = None
     propagation_buffer: int | None = None
     max_body_bytes: int = 64 << 20
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fathom.runtime import config
@@ -16,6 +17,7 @@ from fathom.server import admission, checks, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
+from fathom.server.profile import Profile
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
@@ -111,6 +113,12 @@ def parser() -> Parser:
         "3/4 and, if possible, 1/2 of the layers on a boundary)",
     )
     memory.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="what fathom calibrate found; options given here win over it",
+    )
+    memory.add_argument(
         "--tsp-layer",
         type=int,
         metavar="LAYERS",
@@ -189,6 +197,7 @@ def plan(argv: list[str]) -> Plan:
             max_body_bytes=own.max_body_mib << 20,
             depth_span=own.depth_span,
             tsp_layer=own.tsp_layer,
+            profile=own.profile,
             propagation_buffer=own.propagation_buffer,
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
@@ -304,6 +313,10 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
         face.propagation_buffer = min(DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
         span = choose_span(layers, face.depth_span)
+        if face.profile is not None:
+            profile = Profile.read(face.profile)
+            profile.check(layers, face.profile)
+            face.tsp_layer = profile.tsp_layer if face.tsp_layer is None else face.tsp_layer
         tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer)
         face.learn(config.Limits(layers, span, {} if drafted else config.without_draft(), tsp_layer))
     except PlanError as error:

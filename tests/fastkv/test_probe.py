@@ -1,0 +1,85 @@
+"""Where to put the selection: the probe against the oracle's model, and the command that uses it."""
+
+import json
+import random
+
+import pytest
+import torch
+from oracles.compressed_model import CompressedModel
+
+from fathom.benchmarks import calibrate
+from fathom.runtime.fastkv.config import FastKVConfig
+from fathom.runtime.fastkv.probe import Probe, stack
+from fathom.server.checks import StartError
+from fathom.server.profile import Profile
+
+
+def test_final_states_are_the_oracles(tiny_model):
+    rng, probe = random.Random(1), Probe.load(str(tiny_model), FastKVConfig(tsp_rate=0.2), torch.float32)
+    oracle = CompressedModel(tiny_model)
+    prompt = [rng.randrange(6, 2000) for _ in range(150)]
+    full, selected = probe.final_states(prompt, [1, 2, 3])
+    states = {4: full} | selected
+    for layer, state in states.items():
+        rate = 1.0 if layer == 4 else 0.2
+        want = oracle.log_probs(prompt, [], layer, rate)[0]
+        with torch.no_grad():
+            got = oracle.model.lm_head(state).log_softmax(-1)
+        assert torch.allclose(got, want, atol=1e-4)
+    both = stack([(full, selected), (full, selected)], 2)
+    assert both[0].shape == both[1].shape == (2, 64) and torch.equal(both[1][0], selected[2])
+
+
+def test_the_command_writes_a_profile_that_serve_reads(tiny_model, tmp_path, capsys):
+    rng, lines = random.Random(2), []
+    for kind in ("text", "prompt"):
+        lines.append(json.dumps({kind: " ".join(str(rng.randrange(10**6)) for _ in range(40))}))
+    lines.append(json.dumps({"messages": [{"role": "user", "content": "What is the key of Lena? " * 20}]}))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "tsp.json"
+    flags = ["--model-path", str(tiny_model), "--max-layer", "2", "--depth-span", "1", "--out", str(out)]
+    assert calibrate.main(["tsp", str(tmp_path / "prompts.jsonl"), *flags]) == 0
+    profile = Profile.read(out)
+    distances = {int(layer): value for layer, value in profile.measured["distances"].items()}
+    assert profile.layers == 4 and sorted(distances) == [1, 2, 3]
+    assert profile.tsp_layer == min((1, 2), key=distances.get) and all(d > 0 for d in distances.values())
+    assert f"{profile.tsp_layer:>4}" in capsys.readouterr().out
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    profile.check(4, out)
+    with pytest.raises(StartError, match="made for a model of 4 layers; this one has 32"):
+        profile.check(32, out)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "not JSON"),
+        ("[]", "not a profile"),
+        ('{"fathom_profile": 1}', "not a profile"),
+    ],
+)
+def test_a_file_that_is_no_profile(tmp_path, content, message):
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(StartError, match=message):
+        Profile.read(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "message"),
+    [
+        ("", [], "no prompts in it"),
+        ('{"txt": "a"}', [], "line 1: no prompt in it"),
+        ('{"text": "a b"}', [], "too short to select from"),
+        ('{"text": "' + "one two " * 60 + '"}', ["--depth-span", "3"], "does not divide"),
+        ('{"text": "' + "one two " * 60 + '"}', ["--max-layer", "0"], "no boundary between spans"),
+        ('{"text": "a"}', ["--tsp-rate", "1"], "--tsp-rate must be in"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(tiny_model, tmp_path, lines, flags, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(lines)
+    with pytest.raises(StartError, match=message):
+        calibrate.main(["tsp", str(path), "--model-path", str(tiny_model), *flags])
