@@ -78,7 +78,7 @@ class SpanForward:
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
         self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.virtual, count - again, again, ghost))
         self._resize(rows, count)
-        if self.compression is not None:
+        if self.compression is not None and self.compression.jobs:
             self.compression.start(rows, low, plain.lengths, plain.virtual)
             self.backend.taps = dict.fromkeys(range(low, high), self.compression.tap)
         self.logits = self.model.forward_split_prefill(self.input_ids, self.positions, batch, (low, high))

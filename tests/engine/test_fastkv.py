@@ -215,7 +215,8 @@ def test_chunks_pages_a_draft_and_aborts(start_server, tiny_model, draft_model, 
     """Chunks of 64, pages of 16; prefill and decode rows in one batch; a buffer for prompts of up to 800 tokens."""
     flags = ("--chunked-prefill-size", "64", "--page-size", str(PAGE), "--enable-mixed-chunk")
     more = ("--propagation-buffer", "800", "--draft-model-path", str(draft_model))
-    server = start_server(tiny_model, *FLAGS, *flags, *more)
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
+    server = start_server(tiny_model, *FLAGS, *flags, *more, env=env)
     check_matrix(server, oracle, PAGE)
     # A second time from the prefix cache: retention finds all but the window, a propagation nothing.
     answers = check_matrix(server, oracle, PAGE)
@@ -228,10 +229,21 @@ def test_chunks_pages_a_draft_and_aborts(start_server, tiny_model, draft_model, 
     assert 640 <= peak <= 800
     answers = check_matrix(server, oracle, PAGE, DRAFTED)
     assert sum(answer["meta_info"]["fathom"]["accepted_tokens"] for answer in answers) > 10
+    check_long_answers(server, oracle)
     check_too_long(server, oracle)
     check_storm(server, oracle)
     settle(server)
     assert server.stop() == 0
+
+
+def check_long_answers(server, oracle):
+    """Restarts with more generated tokens than fit into one chunk."""
+    prompt = prompts(8)[-2]
+    with ThreadPoolExecutor(len(POLICIES)) as pool:
+        answers = list(pool.map(lambda policy: ask(server, prompt, policy, 90), POLICIES))
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 3
+    for policy, answer in zip(POLICIES, answers, strict=True):
+        check(oracle, prompt, policy, answer, PAGE)
 
 
 def check_too_long(server, oracle):
