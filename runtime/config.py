@@ -46,7 +46,7 @@ class Limits:
         layers: number of transformer layers, or None while no model is loaded.
         span: consecutive layers that share one page table; a cutoff must be a multiple of it.
         lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
-        tsp_layer: layers below FastKV's selection; None where the layers have no boundary for it.
+        tsp_layer: layers below FastKV's selection; 0 where the layers have no boundary for it, None while unknown.
     """
 
     layers: int | None = None
@@ -389,19 +389,19 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
             if reason:
                 legal = f"legal: {_shown(spec.neutral)}, got {_shown(value)}"
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
-    if limits.layers is not None and policy.tsp_rate != 1:
-        _check_propagation(policy, limits)
+    if limits.tsp_layer is not None and policy.tsp_rate != 1:
+        _check_propagation(policy, limits.tsp_layer)
     return policy.canonical()
 
 
-def _check_propagation(policy: Policy, limits: Limits) -> None:
+def _check_propagation(policy: Policy, layer: int) -> None:
     """FastKV's selection needs a layer, and something above it to save.
 
     Raises:
         PolicyError: when there is none.
     """
-    layer, cutoff = limits.tsp_layer, policy.depth_cutoff
-    if layer is None:
+    cutoff = policy.depth_cutoff
+    if layer == 0:
         message = "fathom.tsp_rate: this model has no boundary between spans to select at"
         raise PolicyError(f"{message}; legal: 1.0, got {_shown(policy.tsp_rate)}", "tsp_rate")
     if isinstance(cutoff, int) and cutoff <= layer:

@@ -96,7 +96,7 @@ def launch(
             run_scheduler_process_func=partial(
                 children.run_scheduler_process,
                 depth_span=face.depth_span,
-                tsp_layer=face.limits.tsp_layer,
+                tsp_layer=face.limits.tsp_layer or None,
                 propagation_buffer=face.propagation_buffer or 0,
             ),
             run_detokenizer_process_func=children.run_detokenizer_process,

@@ -317,7 +317,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
             profile = Profile.read(face.profile)
             profile.check(layers, face.profile)
             face.tsp_layer = profile.tsp_layer if face.tsp_layer is None else face.tsp_layer
-        tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer)
+        tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
         face.learn(config.Limits(layers, span, {} if drafted else config.without_draft(), tsp_layer))
     except PlanError as error:
         raise StartError(str(error)) from None

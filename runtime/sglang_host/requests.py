@@ -18,6 +18,8 @@ POLICY_KEY = "fathom"  # in SamplingParams.custom_params
 PROTECTED_KEY = "fathom_protected"  # the same: [[start, stop], ...], tokens that a selection must keep
 WHOLE_KEY = "whole/"
 """In the prefix cache's key of a prompt that its policy leaves whole: others of that policy keep less KV."""
+UNPROPAGATED_KEY = "unpropagated/"
+"""The same, where FastKV does not select from the prompt, which then has shared KV at all layers."""
 
 
 def policy_of(request: Req) -> dict[str, Any]:
@@ -62,9 +64,24 @@ def ends_of(request: Req) -> frozenset[int]:
 
 def separate_cache_key(request: Req) -> None:
     """Keep a prompt that stays whole under a selecting policy apart from the prompts that do not."""
-    config, key = specprefill_of(request), request.extra_key or ""
-    if config.keep_rate != 1 and not is_judged(request) and not key.endswith(WHOLE_KEY):
-        request.extra_key = key + WHOLE_KEY
+    key, policy = request.extra_key or "", policy_of(request)
+    suffix = ""
+    if specprefill_of(request).keep_rate != 1 and not is_judged(request):
+        suffix += WHOLE_KEY
+    if policy.get("tsp_rate", 1.0) != 1 and not _propagates(request):
+        suffix += UNPROPAGATED_KEY
+    if suffix and not key.endswith(suffix):
+        request.extra_key = key + suffix
+
+
+def _propagates(request: Req) -> bool:
+    """Whether FastKV selects from this prompt: it is long enough to, and short enough for the buffer."""
+    selection = step(specprefill_of(request), prompt_tokens(request), protected_spans(request))
+    entered = prompt_tokens(request) if selection is None else selection.most_kept(prompt_tokens(request))
+    config = fastkv_config(policy_of(request), LAYOUT.tsp_layer)
+    anchored = policy_of(request).get("depth_cutoff", "full") != "full"
+    anchored = anchored and policy_of(request).get("anchors") == "bos"
+    return propagation_step(config, entered, anchored) is not None and not propagation_skipped(request)
 
 
 def propagation_skipped(request: Req) -> bool:
