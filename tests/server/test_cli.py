@@ -70,7 +70,8 @@ MISTAKES = [
         2,
         '--preset: "turbo" is not available in this build; legal: "exact"',
     ),
-    (["serve", "x", "--tsp-rate", "0.5"], 2, "--tsp-rate: FastKV is not available in this build"),
+    (["serve", "x", "--decode", "slow_fast"], 2, "--decode: SFI is not available in this build"),
+    (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
@@ -87,7 +88,7 @@ MISTAKES = [
         2,
         "--speculative-algorithm EAGLE is not supported: ",
     ),
-    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, version"),
+    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, calibrate, version"),
 ]
 
 

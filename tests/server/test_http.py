@@ -250,7 +250,7 @@ REFUSED = [
     ({"fathom": {"depth_cutoff": 0}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 0'),
     ({"fathom": {"depth_cutoff": 5}}, 'fathom.depth_cutoff must be an integer in [1, 4] or "full", got 5'),
     ({"fathom": {"anchors": "x"}}, 'fathom.anchors must be one of "bos", "none", got "x"'),
-    ({"fathom": {"tsp_rate": 0.2}}, "FastKV is not available in this build; legal: 1.0, got 0.2"),
+    ({"fathom": {"tsp_rate": 0.2, "depth_cutoff": 2}}, "legal: 1.0, or a depth_cutoff above 2; got 0.2"),
     ({"fathom": {"kv_retention_rate": 0}}, "fathom.kv_retention_rate must be in (0, 1], got 0"),
     (
         {"fathom": {"retention_policy": 1}},

@@ -229,7 +229,7 @@ def test_the_description_covers_every_field():
     described = config.describe(LIMITS)
     assert described.keys() == config.SPECS.keys()
     assert described["depth_cutoff"]["legal"] == 'an integer in [1, 16] or "full"'
-    assert not described["tsp_rate"]["available"] and described["preset"]["available"]
+    assert not described["decode"]["available"] and described["preset"]["available"]
 
 
 def test_the_operators_tunings_are_for_requests_that_give_none(every_mechanism):
@@ -251,3 +251,18 @@ def test_the_operators_tunings_are_for_requests_that_give_none(every_mechanism):
     )
     default = Policy(prefill_keep_rate=0.5, lookahead=9)
     assert parse({"speculative": True}, default, LIMITS, tunings).lookahead == 9
+
+
+@pytest.mark.parametrize(
+    ("cutoff", "layer", "legal"), [(8, 8, False), (4, 8, False), (12, 8, True), ("full", 8, True)]
+)
+def test_a_propagation_needs_layers_above_it(cutoff, layer, legal, every_mechanism):
+    limits = replace(LIMITS, tsp_layer=layer)
+    asked = {"tsp_rate": 0.2, "depth_cutoff": cutoff}
+    if legal:
+        assert parse(asked, Policy(), limits).tsp_rate == 0.2
+    else:
+        with pytest.raises(PolicyError, match="a depth_cutoff above 8; got 0.2"):
+            parse(asked, Policy(), limits)
+    with pytest.raises(PolicyError, match="no boundary between spans"):
+        parse({"tsp_rate": 0.2}, Policy(), replace(LIMITS, tsp_layer=0))
