@@ -262,7 +262,7 @@ def test_a_propagation_needs_layers_above_it(cutoff, layer, legal, every_mechani
     if legal:
         assert parse(asked, Policy(), limits).tsp_rate == 0.2
     else:
-        with pytest.raises(PolicyError, match="a depth_cutoff above 8; got 0.2"):
+        with pytest.raises(PolicyError, match=r"a depth_cutoff above 8; got 0\.2"):
             parse(asked, Policy(), limits)
     with pytest.raises(PolicyError, match="no boundary between spans"):
         parse({"tsp_rate": 0.2}, Policy(), replace(LIMITS, tsp_layer=0))

@@ -1,0 +1,45 @@
+"""Where FastKV narrows a plan, and how many tokens and entries that leaves."""
+
+import pytest
+
+from fathom.runtime.fastkv.step import config_of, propagation_step, retention
+from fathom.runtime.plan import PlanError, PrefillPlan, Step, choose_tsp_layer
+
+POLICY = {"tsp_rate": 0.2, "kv_retention_rate": 0.1, "retention_policy": "saliency"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "span", "layer"), [(32, 1, 15), (32, 8, 16), (36, 1, 17), (16, 4, 8), (4, 1, 2), (4, 4, None)]
+)
+def test_the_default_layer_is_nearest_to_the_papers(layers, span, layer):
+    assert choose_tsp_layer(layers, span, None) == layer
+
+
+@pytest.mark.parametrize(("asked", "near"), [(0, "4, 8"), (6, "4, 8"), (16, "8, 12"), (40, "8, 12")])
+def test_another_layer_must_be_a_boundary(asked, near):
+    assert choose_tsp_layer(16, 4, 12) == 12
+    with pytest.raises(PlanError, match=f"--tsp-layer {asked} .*; nearest: {near}$"):
+        choose_tsp_layer(16, 4, asked)
+
+
+def test_counts_of_a_plan():
+    """500 tokens, T = 8 of 16, SPEED at 12: 500, 500, 100 and 2 tokens; 50, 50, 50 and 2 entries."""
+    config = config_of(POLICY, 8)
+    plan = PrefillPlan(
+        16, 4, (propagation_step(config, 500, True), Step(12, "SPEED")), retention(config, 500)
+    )
+    assert [plan.present_tokens(span, 500) for span in range(4)] == [500, 500, 100, 2]
+    assert [plan.retained_tokens(span, 500) for span in range(4)] == [50, 50, 50, 2]
+    assert plan.compacted_spans(500) == range(3)
+    assert plan.shared_spans == 2 and plan.reusable_tokens(500) == 0 and plan.window == 8
+
+
+def test_what_drops_nothing_is_no_step():
+    config = config_of(POLICY, 8)
+    assert propagation_step(config, 8, False) is None and retention(config, 8) is None
+    assert propagation_step(config, 9, True) is None and propagation_step(config, 9, False).kept == 8
+    neutral = config_of(POLICY | {"tsp_rate": 1.0, "kv_retention_rate": 1.0}, 8)
+    assert propagation_step(neutral, 500, False) is None and retention(neutral, 500) is None
+    assert config_of({}, 8).tsp_rate == 1.0
+    alone = PrefillPlan(16, 4, (), retention(config, 500))
+    assert not alone.dense and alone.reusable_tokens(500) == 492 and alone.shared_spans == 4
