@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, view
 from fathom.runtime.plan import SCORED, PlanError, PrefillPlan, Step
-from fathom.runtime.staircase import Work, climb, first_rows
+from fathom.runtime.staircase import Choice, Work, climb, first_rows
 
 LAYERS = 4
 
@@ -86,7 +86,7 @@ def test_scored_steps_ask_their_selector_at_their_layer():
 
     def every_second(index, step, position):
         asked.append((index, step.mechanism, position.tolist()))
-        return np.arange(len(position)) % 2 == (len(position) - 1) % 2
+        return Choice(np.arange(len(position)) % 2 == (len(position) - 1) % 2, position[:0])
 
     host, _ = run([Work(plan, 0, 9, 9)], {"SpecPrefill": every_second, "FastKV": every_second})
     assert positions(host, 0, 0) == [0, 2, 4, 6, 8]
