@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
-from fathom.runtime.fastkv.policies import RETENTION_POLICIES
+from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_problem
 
 MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
@@ -389,25 +389,9 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
             if reason:
                 legal = f"legal: {_shown(spec.neutral)}, got {_shown(value)}"
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
-    if limits.tsp_layer is not None and policy.tsp_rate != 1:
-        _check_propagation(policy, limits.tsp_layer)
+    if policy.tsp_rate != 1 and (problem := propagation_problem(policy.depth_cutoff, limits.tsp_layer)):
+        raise PolicyError(f"fathom.tsp_rate {problem}; got {_shown(policy.tsp_rate)}", "tsp_rate")
     return policy.canonical()
-
-
-def _check_propagation(policy: Policy, layer: int) -> None:
-    """FastKV's selection needs a layer, and something above it to save.
-
-    Raises:
-        PolicyError: when there is none.
-    """
-    cutoff = policy.depth_cutoff
-    if layer == 0:
-        message = "fathom.tsp_rate: this model has no boundary between spans to select at"
-        raise PolicyError(f"{message}; legal: 1.0, got {_shown(policy.tsp_rate)}", "tsp_rate")
-    if isinstance(cutoff, int) and cutoff <= layer:
-        message = f"fathom.tsp_rate selects above layer {layer}, where depth_cutoff {cutoff} leaves nothing"
-        legal = f"legal: 1.0, or a depth_cutoff above {layer}"
-        raise PolicyError(f"{message}; {legal}; got {_shown(policy.tsp_rate)}", "tsp_rate")
 
 
 def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:

@@ -59,3 +59,18 @@ def load_policy(name: str) -> RetentionPolicy:
         raise ValueError(f"no retention policy {name!r}; known: {', '.join(RETENTION_POLICIES)}")
     module, _, attribute = RETENTION_POLICIES[name].partition(":")
     return getattr(import_module(module), attribute)()
+
+
+def propagation_problem(cutoff: int | str, layer: int | None) -> str | None:
+    """Why no tokens can be selected above a layer, with what is legal; None when they can.
+
+    Args:
+        cutoff: SPEED's, or a word for none.
+        layer: of the selection; 0 where the model has none, None while that is unknown.
+    """
+    if layer == 0:
+        return "has no boundary between spans to select at; legal: 1.0"
+    if layer is not None and isinstance(cutoff, int) and cutoff <= layer:
+        problem = f"selects above layer {layer}, where depth_cutoff {cutoff} leaves nothing"
+        return f"{problem}; legal: 1.0, or a depth_cutoff above {layer}"
+    return None
