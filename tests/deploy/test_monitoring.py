@@ -123,7 +123,9 @@ def test_the_check_of_names_can_fail():
 
 def test_the_page_lists_exactly_what_fathom_exports():
     table = METRICS_PAGE.split("## What Fathom exports")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(fathom:\w+)`", table, re.M)) == set(OWN)
+    listed = set(re.findall(r"^\| `(fathom:\w+)`", table, re.M))
+    assert set(OWN) - listed == set(), "give the new series a row in docs/metrics.md"
+    assert listed - set(OWN) == set(), "docs/metrics.md has a row for a series that does not exist"
     assert set(re.findall(r"`(sglang:\w+)`", METRICS_PAGE)) <= EXPORTED
 
 
