@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_problem
 
-MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SpecPrefill", "drafting"})
+MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
 
 DRAFTED = ("SpecPrefill", "drafting")
@@ -391,6 +391,11 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
     if policy.tsp_rate != 1 and (problem := propagation_problem(policy.depth_cutoff, limits.tsp_layer)):
         raise PolicyError(f"fathom.tsp_rate {problem}; got {_shown(policy.tsp_rate)}", "tsp_rate")
+    if policy.decode == "slow_fast" and policy.speculative:
+        message = (
+            "fathom.decode: a request cannot decode slow and fast and be drafted for at once; legal together "
+        )
+        raise PolicyError(message + 'with "speculative": "full", got "slow_fast"', "decode")
     return policy.canonical()
 
 

@@ -4,6 +4,7 @@ The scheduler decides *which* requests run; this file is what happens to them in
 whole batch. The engine behind the stages is :class:`StepHost`, implemented by ``sglang_host/worker.py``.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
@@ -15,6 +16,9 @@ class StepHost(Protocol):
 
     def draft(self, batch: Any) -> None:
         """Let the draft model read what is new, judge the prompts that are complete, and propose tokens."""
+
+    def phases(self, batch: Any) -> AbstractContextManager[None]:
+        """Within it, a decoding request reads what its phase says (``decode.py``): everything, or a selection."""
 
     def narrows(self, batch: Any) -> bool:
         """Whether some request of the batch goes on with fewer tokens above some layer."""
@@ -39,9 +43,10 @@ def step(host: StepHost, batch: Any, **options: Any) -> Any:
     """Run one scheduled batch (prefill chunk, decode step, or a mix) and return the engine's result."""
     accounts = host.open_accounts(batch)
     host.draft(batch)
-    if host.narrows(batch):
-        result = host.climb(batch, **options)
-    else:
-        result = host.verify(batch, **options) if host.proposed() else host.forward(batch, **options)
+    with host.phases(batch):
+        if host.narrows(batch):
+            result = host.climb(batch, **options)
+        else:
+            result = host.verify(batch, **options) if host.proposed() else host.forward(batch, **options)
     host.close_accounts(batch, accounts)
     return result

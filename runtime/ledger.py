@@ -9,6 +9,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from fathom.runtime.decode import Outcome
+
 
 @dataclass
 class Account:
@@ -35,6 +37,12 @@ class Account:
     draft_tokens: int = 0  # proposed by the draft model
     accepted_tokens: int = 0  # of these, the ones that stood
     longest_burst: int = 0  # most tokens put out by one step
+    fast_steps: int = 0  # decode steps that read a selection only
+    trigger_refreshes: int = 0  # selections renewed because a sentence or line had ended
+    timeout_refreshes: int = 0  # selections renewed after T_max fast steps
+    refresh_seconds: float = 0.0  # share of the time that choosing and packing took
+    dense_fallbacks: int = 0  # 1 when it asked for fast steps and no compact buffer was free
+    compact_bytes: int = 0  # compact buffers when last seen
     first_token_time: float | None = None  # time.perf_counter() in seconds
     reported: bool = False
 
@@ -68,6 +76,7 @@ class RequestLedger:
         self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0} | {
             "draft_tokens": 0,
             "accepted_tokens": 0,
+            "fast_steps": 0,
         }
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
@@ -105,6 +114,16 @@ class RequestLedger:
         self.totals["draft_tokens"] += proposed
         self.totals["accepted_tokens"] += accepted
 
+    def alternated(self, account: Account, outcome: Outcome) -> None:
+        """The decode step just noted was one of a request that decodes slow and fast."""
+        account.fast_steps += outcome.fast
+        account.trigger_refreshes += outcome.cause == "trigger"
+        account.timeout_refreshes += outcome.cause == "timeout"
+        account.refresh_seconds += outcome.seconds
+        account.compact_bytes = outcome.compact_bytes
+        account.dense_fallbacks = max(account.dense_fallbacks, int(outcome.compact_bytes == 0))
+        self.totals["fast_steps"] += outcome.fast
+
     def first_token(self, request: Any) -> None:
         """Stamp the time of the request's first output token, once."""
         account = self._accounts.get(request)
@@ -125,8 +144,13 @@ class RequestLedger:
             "cached_tokens": cached_tokens,
             "prefill_steps": account.prefill_steps,
             "decode_steps": account.decode_steps,
-            "slow_steps": account.decode_steps,
-            "fast_steps": 0,
+            "slow_steps": account.decode_steps - account.fast_steps,
+            "fast_steps": account.fast_steps,
+            "trigger_refreshes": account.trigger_refreshes,
+            "timeout_refreshes": account.timeout_refreshes,
+            "refresh_seconds": account.refresh_seconds,
+            "dense_fallbacks": account.dense_fallbacks,
+            "compact_bytes": account.compact_bytes,
             "draft_tokens": account.draft_tokens,
             "accepted_tokens": account.accepted_tokens,
             "longest_burst": account.longest_burst,

@@ -98,6 +98,7 @@ def launch(
                 depth_span=face.depth_span,
                 tsp_layer=face.limits.tsp_layer or None,
                 propagation_buffer=face.propagation_buffer or 0,
+                sfi=face.sfi,
             ),
             run_detokenizer_process_func=children.run_detokenizer_process,
             launch_callback=ready,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.runtime.config import Limits, Policy, validate
+from fathom.runtime.sfi.options import SfiOptions
 
 PRIVATE_KEYS = frozenset({"first_token_time"})
 """Keys of the scheduler's report that are not for clients."""
@@ -24,6 +25,7 @@ class Face:
         tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to 0.47 L.
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
+        sfi: how requests decode slow and fast.
         max_body_bytes: largest request body that is read.
     """
 
@@ -34,6 +36,7 @@ class Face:
     tsp_layer: int | None = None
     profile: Path | None = None
     propagation_buffer: int | None = None
+    sfi: SfiOptions = field(default_factory=SfiOptions)
     max_body_bytes: int = 64 << 20
 
     def learn(self, limits: Limits) -> None:

@@ -83,6 +83,24 @@ class RequestMetrics:
             LABELS,
             buckets=BURST_BUCKETS,
         )
+        self._steps = Counter(
+            "fathom:decode_steps_total",
+            "Decode steps of finished requests: fast ones read a selection only.",
+            (*LABELS, "phase"),
+        )
+        self._refreshes = Counter(
+            "fathom:refreshes_total",
+            "Selections of finished requests that were renewed, by what caused it.",
+            (*LABELS, "cause"),
+        )
+        self._refresh_seconds = Counter(
+            "fathom:refresh_seconds_total", "Time that choosing and packing selections took.", LABELS
+        )
+        self._fallbacks = Counter(
+            "fathom:dense_fallbacks_total",
+            "Finished requests that asked for fast steps and found no compact buffer free.",
+            LABELS,
+        )
         self._requests = Counter(
             "fathom:requests_total", "Generations by how they ended.", (*LABELS, "outcome")
         )
@@ -132,6 +150,15 @@ class RequestMetrics:
             self._accepted.labels(*labels).inc(account.report["accepted_tokens"])
             self._burst.labels(*labels).observe(account.report["longest_burst"])
         self._output.labels(*labels).inc(output_tokens)
+        self._observe_phases(labels, account.report)
+
+    def _observe_phases(self, labels: tuple[str, str], report: dict[str, Any]) -> None:
+        for phase in ("slow", "fast"):
+            self._steps.labels(*labels, phase).inc(report.get(f"{phase}_steps", 0))
+        for cause in ("trigger", "timeout"):
+            self._refreshes.labels(*labels, cause).inc(report.get(f"{cause}_refreshes", 0))
+        self._refresh_seconds.labels(*labels).inc(report.get("refresh_seconds", 0))
+        self._fallbacks.labels(*labels).inc(report.get("dense_fallbacks", 0))
 
 
 def outcome_of(finish_reason: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
+from fathom.runtime.sfi import options as sfi_options
 from fathom.server import admission, checks, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
@@ -134,6 +135,7 @@ def parser() -> Parser:
         f"{DEFAULT_PROPAGATION_BUFFER})",
     )
     config.add_arguments(result)
+    sfi_options.add_arguments(result)
     return result
 
 
@@ -169,7 +171,8 @@ def plan(argv: list[str]) -> Plan:
         raise StartError(f"--drain-seconds must be at least 0, got {own.drain_seconds:g}")
     try:
         policy = config.from_arguments(own)
-    except config.PolicyError as error:
+        sfi = sfi_options.from_arguments(own)
+    except ValueError as error:
         raise StartError(str(error)) from None
     models = [value for value in (positional, own.model_path, own.demo or None) if value is not None]
     models = models or [value for value in [getattr(engine, "model_path", None)] if value is not None]
@@ -199,6 +202,7 @@ def plan(argv: list[str]) -> Plan:
             tsp_layer=own.tsp_layer,
             profile=own.profile,
             propagation_buffer=own.propagation_buffer,
+            sfi=sfi,
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",

@@ -190,6 +190,8 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
     beams = any((item.get("beam_width") or 1) > 1 for item in sampling)
     if beams and (policy.drops_tokens or policy.kv_retention_rate != 1):
         raise ValueError("beam search cannot be had under a policy that drops prompt tokens or their KV")
+    if beams and policy.decode == "slow_fast":
+        raise ValueError("beam search cannot be had together with decode slow_fast")
     if not policy.drops_tokens:
         return
     asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]

@@ -36,7 +36,7 @@ class SfiStep:
     Attributes:
         plan: the packed descriptor of the attention.
         refreshed: [batch] bool, whose selection is renewed; for :meth:`PhaseState.advance`.
-        held: [batch] int64, entries in each request's run after this step.
+        held: [batch] int64, entries in each request's run after this step; -1 where nothing is packed.
         refresh: the requests to renew, in the order of the evidence.
     """
 
@@ -44,6 +44,22 @@ class SfiStep:
     refreshed: torch.Tensor
     held: torch.Tensor
     refresh: RefreshBatch
+
+
+def grant_evidence(
+    slow: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor, capacity: int, config: SfiConfig
+) -> torch.Tensor:
+    """Whose selection a step renews: [batch] int64 row of the evidence, -1 for the others.
+
+    The first ``capacity`` slow rows that have a compact buffer and all their sink tokens; the others stay slow
+    until their turn.
+
+    Args:
+        slow, start: as in :func:`plan_step`; lengths: [batch] tokens of each request, the current one included.
+    """
+    wanted = slow & (start >= 0) & (lengths >= config.sink)
+    place = wanted.cumsum(0) - 1
+    return torch.where(wanted & (place < capacity), place, -1)
 
 
 def plan_step(
@@ -56,10 +72,9 @@ def plan_step(
     kv_heads: int,
     config: SfiConfig,
 ) -> SfiStep:
-    """Plan one decode step for the layers that share a page table.
+    """Plan one decode step for a model whose layers all share one page table.
 
-    A slow row reads its whole table, and so does a row without a compact buffer. Evidence goes to the first
-    ``capacity`` slow rows that have a buffer and all their sink tokens; the others stay slow until their turn.
+    A slow row reads its whole table, and so does a row without a compact buffer.
 
     Args:
         rows: [batch] page-table rows; lengths: [batch] entries in them, the current token included.
@@ -68,25 +83,50 @@ def plan_step(
         held: [batch] entries in the run; what the last step's :attr:`SfiStep.held` says.
         capacity: rows of the evidence.
     """
-    lengths, start = lengths.long(), start.long()
-    dense = slow | (start < 0)
-    wanted = slow & (start >= 0) & (lengths >= config.sink)
-    place = wanted.cumsum(0) - 1
-    refreshed = wanted & (place < capacity)
+    evidence = grant_evidence(slow, start, lengths, capacity, config)
+    return plan_span(rows, lengths, slow, start, held, evidence, capacity, kv_heads, config)
+
+
+def plan_span(
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    slow: torch.Tensor,
+    start: torch.Tensor,
+    held: torch.Tensor,
+    evidence: torch.Tensor,
+    capacity: int,
+    kv_heads: int,
+    config: SfiConfig,
+) -> SfiStep:
+    """Plan one decode step for the layers of one span, whose page table has a length of its own.
+
+    A table that has no whole sink yet when its request is refreshed is not packed, and is read whole until the next
+    refresh.
+
+    Args:
+        evidence: [batch] of :func:`grant_evidence`, the same for all spans. The rest as in :func:`plan_step`, of
+            this span; ``held`` is -1 for a table that is not packed.
+    """
+    lengths, start, held = lengths.long(), start.long(), held.long()
+    dense = slow | (start < 0) | (held < 0)
+    refreshed = evidence >= 0
+    complete = lengths >= config.sink
+    packed = refreshed & complete
     first, last = candidates(lengths, config)
 
     begin = torch.where(dense, 0, (lengths - config.recent).clamp(min=config.sink)).minimum(lengths)
     length = torch.where(dense, 0, held)
-    evidence = torch.where(refreshed, place, -1)
-    plan = plan_segments(rows, begin, lengths, start.clamp(min=0), length, evidence, kv_heads)
+    kept = torch.where(packed, evidence, -1)
+    plan = plan_segments(rows, begin, lengths, start.clamp(min=0), length, kept, kv_heads)
 
-    # Entry `capacity` collects the rows that are not renewed and is cut off.
-    slot = torch.where(refreshed, place, capacity)
+    # Entry `capacity` collects the rows that are not packed and is cut off.
+    slot = torch.where(packed, evidence, capacity)
     gathered = torch.zeros(4, capacity + 1, dtype=torch.int64, device=rows.device)
     gathered[0] = -1
     gathered[:, slot] = torch.stack((rows.long(), first, last, start))
     batch = RefreshBatch(*gathered[:, :capacity])
     renewed = config.sink + (last - first).clamp(max=config.selected)
+    renewed = torch.where(complete, renewed, -1)
     return SfiStep(plan, refreshed, torch.where(refreshed, renewed, held), batch)
 
 

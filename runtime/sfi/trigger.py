@@ -14,6 +14,9 @@ from fathom.runtime.sfi.config import SfiConfig
 TERMINATORS = ".?!;" + "。．｡？！；"
 CLOSERS = "\"')]}" + "”’»›）］｝】〉》」』〕＂＇"
 
+CAUSES = ("start", "trigger", "timeout")
+"""Why a step is slow: there is no selection yet; a sentence or line has ended; T_max fast steps have passed."""
+
 _NEWLINES = "\n\r\v\f\x85\u2028\u2029"
 
 
@@ -92,6 +95,11 @@ class PhaseState:
         since = self._since[rows]
         boundary = self._boundary[rows] & (since >= self.config.minimum_gap)
         return self._stale[rows] | boundary | (since >= self.config.refresh_budget)
+
+    def cause(self, rows: torch.Tensor) -> torch.Tensor:
+        """[batch] int64: why the next decode step of each request would be slow: an index into :data:`CAUSES`."""
+        met = torch.where(self._boundary[rows], CAUSES.index("trigger"), CAUSES.index("timeout"))
+        return torch.where(self._stale[rows], CAUSES.index("start"), met)
 
     def advance(
         self,

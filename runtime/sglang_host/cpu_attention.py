@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 
 from fathom.kernels.decode_attention import decode_attention, plan_decode_packed, warm_up
 from fathom.kernels.extend_attention import extend_attention
+from fathom.runtime.decode import Step
 from fathom.runtime.kv.view import Batch, SpanView, view
 from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 
@@ -46,6 +47,8 @@ class CpuAttentionBackend(AttentionBackend):
     """Paged attention on the CPU: float32, bfloat16 and float16, GQA, sliding windows, chunked prefill."""
 
     batch: Batch
+    alternating: Step | None = None
+    """While a batch runs that has requests which decode slow and fast: what its decoding rows read."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()
@@ -104,6 +107,9 @@ class CpuAttentionBackend(AttentionBackend):
         **_: Any,
     ) -> torch.Tensor:
         span_view = self._store(k, v, layer, save_kv_cache)
+        if self.alternating is not None:
+            query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            return self._alternate(self.alternating, query, layer, span_view).flatten(1).to(q.dtype)
         key = ("decode", layer.tp_k_head_num, layer.sliding_window_size)
         if key not in span_view.cache:
             span_view.cache[key] = (
@@ -138,7 +144,12 @@ class CpuAttentionBackend(AttentionBackend):
         values = self.kv_pool.get_value_buffer(layer.layer_id)
         if layer.layer_id in self.taps:
             self.taps[layer.layer_id](layer.layer_id, query, keys, values, layer.scaling)
-        for packed, slots in _runs(span_view):
+        runs = _runs(span_view)
+        if self.alternating is not None:  # the last rows of a mixed batch decode
+            decoding = len(self.alternating)
+            output[-decoding:] = self._alternate(self.alternating, query[-decoding:], layer, span_view)
+            runs = runs[:-decoding]
+        for packed, slots in runs:
             output[packed] = extend_attention(
                 query[packed],
                 keys[slots].to(query.dtype),
@@ -147,6 +158,16 @@ class CpuAttentionBackend(AttentionBackend):
                 layer.sliding_window_size,
             )
         return output.view(len(query), -1)
+
+    def _alternate(
+        self, step: Step, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView
+    ) -> torch.Tensor:
+        """[rows, heads, value_dim] float32 for the rows of the step."""
+        pool = (
+            self.kv_pool.get_key_buffer(layer.layer_id),
+            self.kv_pool.get_value_buffer(layer.layer_id),
+        )
+        return step.attend(layer.layer_id, query, pool, span_view.slots, span_view.entry, layer.scaling)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

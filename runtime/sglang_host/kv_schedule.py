@@ -3,6 +3,7 @@
 All of it runs while a batch is composed; a forward only reads the tables.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,22 @@ def _require(allocator: DepthAllocator, tree_cache: Any, pages: int, phase: str)
 
 
 class RowLifetime:
-    """Closes a request's tables when SGLang frees its row (``ReqToTokenPool.attach_aux_cache``)."""
+    """Closes a request's tables when SGLang frees its row (``ReqToTokenPool.attach_aux_cache``).
+
+    Attributes:
+        closed: who else is told of each row that is freed.
+    """
 
     def __init__(self, allocator: DepthAllocator) -> None:
         self._memory = allocator.memory
         self.dense_capacity = allocator.size
+        self.closed: list[Callable[[int], None]] = []
 
     def free(self, row: int) -> None:
         """The request finished, was aborted, or was taken back."""
         self._memory.close(row)
+        for tell in self.closed:
+            tell(row)
 
     def alloc_to_lengths(self, **_: Any) -> None:
         """Nothing: tables grow where the whole batch is known."""
@@ -101,7 +109,7 @@ class RowLifetime:
     def clear(self) -> None:
         """Every row is free."""
         for row in list(self._memory.owners):
-            self._memory.close(row)
+            self.free(row)
 
     def reset_allocator(self) -> None:
         """The allocator clears its memory itself."""
@@ -230,15 +238,17 @@ def max_prefix_len(self: Req, input_len: int) -> int:
 _ALLOCATOR: DepthAllocator | None = None
 
 
-def install(allocator: DepthAllocator, row_pool: Any) -> None:
+def install(allocator: DepthAllocator, row_pool: Any) -> RowLifetime:
     """Put the functions in SGLang's places, for this process's only allocator."""
     from sglang.srt.managers import scheduler
 
     global _ALLOCATOR
     _ALLOCATOR = allocator
-    row_pool.attach_aux_cache(RowLifetime(allocator))
+    lifetime = RowLifetime(allocator)
+    row_pool.attach_aux_cache(lifetime)
     schedule_batch.alloc_for_extend = alloc_for_extend
     schedule_batch.alloc_for_decode = alloc_for_decode
     Req._compute_max_prefix_len = max_prefix_len
     scheduler.PrefillAdder = DepthPrefillAdder
     scheduler.validate_input_length = validate_input_length
+    return lifetime

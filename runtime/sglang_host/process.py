@@ -7,6 +7,7 @@ classes are in place before any of SGLang's code runs.
 import sys
 from typing import Any
 
+from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()
@@ -14,13 +15,19 @@ torchvision_ops.declare()
 SEAM_EXIT_CODE = 3
 
 
-def install(depth_span: int | None = None, tsp_layer: int | None = None, propagation_buffer: int = 0) -> None:
+def install(
+    depth_span: int | None = None,
+    tsp_layer: int | None = None,
+    propagation_buffer: int = 0,
+    sfi: SfiOptions | None = None,
+) -> None:
     """Put our scheduler and, on a machine without a GPU, our attention backend and memory in SGLang's places.
 
     Args:
         depth_span: layers per depth page, or None for the model's default.
         tsp_layer: layers below FastKV's selection, or None where there is none.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
+        sfi: how requests decode slow and fast, or None for the defaults.
     """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -37,7 +44,7 @@ def install(depth_span: int | None = None, tsp_layer: int | None = None, propaga
     if on_cpu:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import cpu_ops, kv_tree
+        from fathom.runtime.sglang_host import cpu_ops, kv_tree, slow_fast
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
@@ -46,6 +53,7 @@ def install(depth_span: int | None = None, tsp_layer: int | None = None, propaga
         register_attention_backend("torch_native")(_cpu_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
+        slow_fast.SETTINGS.options = sfi or SfiOptions()
         registry.default_radix_cache_factory = kv_tree.factory
         cpu_ops.register()
 
@@ -74,19 +82,21 @@ def run_scheduler_process(
     depth_span: int | None = None,
     tsp_layer: int | None = None,
     propagation_buffer: int = 0,
+    sfi: SfiOptions | None = None,
     **kwargs: Any,
 ) -> None:
     """SGLang's scheduler process, running Fathom's scheduler.
 
     Args:
-        depth_span, tsp_layer, propagation_buffer: as :func:`install`. All others as SGLang's function of this name.
+        depth_span, tsp_layer, propagation_buffer, sfi: as :func:`install`. All others as SGLang's function of this
+            name.
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install(depth_span, tsp_layer, propagation_buffer)
+    install(depth_span, tsp_layer, propagation_buffer, sfi)
     run(*args, **kwargs)
 
 

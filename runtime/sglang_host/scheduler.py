@@ -92,6 +92,7 @@ class FathomScheduler(Scheduler):
             "kv_pool": self._kv_pool(),
             "draft": None if (side := self.tp_worker.draft_side) is None else side.report(),
             "fastkv": self._fastkv(),
+            "slow_fast": None if (state := self.tp_worker.slow_fast) is None else state.report(),
             "steps": dict(self.tp_worker.ledger.totals),
             "open_accounts": len(self.tp_worker.ledger),
         }
@@ -115,6 +116,7 @@ class FathomScheduler(Scheduler):
         found = [reason for reason, holds in reasons.items() if holds]
         lacking = {} if self.tp_worker.draft_worker else without_draft()
         lacking |= dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {}
+        lacking |= {"SFI": reason} if (reason := self.tp_worker.lacks_slow_fast()) else {}
         # Each device sees its own heads only, and all of them have to choose the same tokens.
         found += ["the model is spread over devices"] if self.ps.tp_size > 1 else []
         return lacking | ({"FastKV": "; ".join(found)} if found else {})

@@ -1,5 +1,7 @@
 """The tensor-parallel worker that owns the engine step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fathom.runtime import flow
+from fathom.runtime.decode import Outcome, SlowFast
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
-from fathom.runtime.sglang_host import draft_cache, kv_schedule
+from fathom.runtime.sglang_host import draft_cache, kv_schedule, slow_fast
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
@@ -36,6 +39,8 @@ class FathomWorker(TpModelWorker):
 
     ledger: RequestLedger
     compression: Compression
+    slow_fast: SlowFast | None = None
+    outcomes: dict[Req, Outcome]  # of this step: the requests that decode slow and fast
     draft_worker: DraftWorker | None = None
     draft_side: DraftSide | None = None
     tails: Tails
@@ -51,7 +56,10 @@ class FathomWorker(TpModelWorker):
         super().alloc_memory_pool(*args, **kwargs)
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
-            kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
+            lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
+            if not self.lacks_slow_fast():
+                self.slow_fast = slow_fast.build(self.model_runner, self.tokenizer)
+                lifetime.closed.append(self.slow_fast.drop)
             self.compression = Compression(self.allocator.memory, self._hidden_buffer())
         if self.draft_worker is not None:
             if not isinstance(self.allocator, DepthAllocator):
@@ -85,6 +93,11 @@ class FathomWorker(TpModelWorker):
         """SGLang's token allocator; ours on a machine without a GPU."""
         return self.model_runner.token_to_kv_pool_allocator
 
+    def lacks_slow_fast(self) -> str:
+        """Why requests cannot decode slow and fast; "" where they can."""
+        depth_pages = isinstance(self.allocator, DepthAllocator)
+        return slow_fast.why_not(self.model_runner, self.tokenizer, depth_pages, self.ps)
+
     def get_worker_info(self) -> tuple[Any, ...]:
         info = list(super().get_worker_info())
         if isinstance(self.allocator, DepthAllocator):
@@ -116,8 +129,14 @@ class FathomWorker(TpModelWorker):
             self.draft_side.read_prefill(batch)
             self.proposals = propose_ahead(batch, self.draft_side, self.tails)
         elif batch.forward_mode.is_decode():
-            self.proposals = propose(batch, self.draft_side, self.tails)
+            if not slow_fast.concerns(batch):
+                self.proposals = propose(batch, self.draft_side, self.tails)
             self.draft_side.catch_up(batch)
+
+    @contextmanager
+    def phases(self, batch: ScheduleBatch) -> Iterator[None]:
+        with slow_fast.phases(self.slow_fast, batch, self.model_runner) as self.outcomes:
+            yield
 
     def forward(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         return super().forward_batch_generation(batch, **options)
@@ -203,6 +222,8 @@ class FathomWorker(TpModelWorker):
             held = self._held(request)
             if batch.forward_mode.is_decode() or request in decoding:
                 self.ledger.decoded(account, held)
+                if outcome := self.outcomes.get(request):
+                    self.ledger.alternated(account, outcome)
             elif batch.forward_mode.is_extend():
                 self.ledger.prefilled(account, tokens, held)
                 self._note_plan(request, account)

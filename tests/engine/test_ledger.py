@@ -2,6 +2,7 @@
 
 import gc
 
+from fathom.runtime.decode import Outcome
 from fathom.runtime.ledger import Held, KvShape, RequestLedger
 
 
@@ -28,7 +29,7 @@ def test_counters_add_up_and_the_report_closes_the_account():
     assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
     steps = {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
-    assert ledger.totals == steps | {"draft_tokens": 0, "accepted_tokens": 0}
+    assert ledger.totals == steps | {"draft_tokens": 0, "accepted_tokens": 0, "fast_steps": 0}
     assert len(ledger) == 0
 
 
@@ -41,6 +42,21 @@ def test_drafted_tokens_are_counted_with_the_longest_burst():
     report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
     assert (report["draft_tokens"], report["accepted_tokens"], report["longest_burst"]) == (16, 9, 6)
     assert (ledger.totals["draft_tokens"], ledger.totals["accepted_tokens"]) == (16, 9)
+
+
+def test_fast_steps_and_refreshes_are_counted():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    account = ledger.open(request, {})
+    steps = [(False, "start", 500), (True, None, 500), (False, "timeout", 500), (False, "trigger", 500)]
+    for fast, cause, size in [*steps, (False, None, 0)]:
+        ledger.decoded(account, Held(0, 0))
+        ledger.alternated(account, Outcome(fast, cause, 0.5 if cause else 0.0, size))
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
+    assert (report["slow_steps"], report["fast_steps"]) == (4, 1)
+    assert (report["timeout_refreshes"], report["trigger_refreshes"]) == (1, 1)
+    assert (report["refresh_seconds"], report["dense_fallbacks"], report["compact_bytes"]) == (1.5, 1, 0)
+    assert ledger.totals["fast_steps"] == 1
 
 
 def test_an_account_dies_with_its_request():

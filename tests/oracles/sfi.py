@@ -6,7 +6,7 @@ every step reads them all under a mask, so a step costs what dense decoding cost
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -180,20 +180,42 @@ class CachedModel:
 
 @torch.inference_mode()
 def generate(
-    model, prompt: list[int], new_tokens: int, triggers: Collection[int], s: Settings = Settings()
+    model,
+    prompt: list[int],
+    new_tokens: int,
+    triggers: Collection[int],
+    s: Settings = Settings(),
+    exists: Callable[[int], Collection[int]] | None = None,
 ) -> Generation:
-    """Algorithm 1: greedy decoding of ``new_tokens`` tokens (no stop at EOS)."""
+    """Algorithm 1: greedy decoding of ``new_tokens`` tokens (no stop at EOS).
+
+    Args:
+        exists: layer (from 0) -> prompt positions that are kept there; None for all. A layer's sink, candidates and
+            recent tokens are counted among what exists at it; a layer with less than the sink is read whole until
+            the next refresh.
+    """
     result = Generation()
-    cached = CachedModel(model, len(prompt) + new_tokens)
-    everything = torch.ones(1, 1, 1, dtype=torch.bool)
+    capacity = len(prompt) + new_tokens
+    cached = CachedModel(model, capacity)
+    there = torch.ones(cached.keys.shape[0], capacity, dtype=torch.bool)
+    if exists is not None:
+        for i, row in enumerate(there):
+            row[: len(prompt)] = False
+            row[sorted(exists(i))] = True
+
+    def table(i: int) -> torch.Tensor:
+        """Positions that layer i holds, ascending."""
+        return there[i, : cached.length].nonzero().flatten()
 
     def choose(observed: list[torch.Tensor], window: int) -> list[list[list[int]]]:
-        candidates = range(s.sink, max(cached.length - s.recent, s.sink))
         per_layer = []
         for i, scores in enumerate(observed):
-            rows = [head[:, -window:].reshape(-1, cached.length) for head in scores]
-            norms = [k[: cached.length].norm(dim=-1) for k in cached.keys[i]]
-            per_layer.append(selector(rows, norms, candidates, s))
+            own = table(i)
+            candidates = range(s.sink, max(len(own) - s.recent, s.sink))
+            rows = [head[:, -window:].reshape(-1, cached.length)[:, own] for head in scores]
+            norms = [k[own].norm(dim=-1) for k in cached.keys[i]]
+            chosen = selector(rows, norms, candidates, s)
+            per_layer.append([own[torch.tensor(head, dtype=torch.long)].tolist() for head in chosen])
         return per_layer
 
     chunk = 512
@@ -201,8 +223,12 @@ def generate(
     # The last chunk holds the whole window, so that its queries are observed together.
     cuts = [*range(0, max(len(prompt) - s.w_prefill, 1), chunk), len(prompt)]
     for begin, end in itertools.pairwise(cuts):
-        causal = torch.arange(end) <= torch.arange(begin, end).unsqueeze(1)
-        logits, observed = cached.forward(prompt[begin:end], lambda _, mask=causal: mask.unsqueeze(0))
+        row, column = torch.arange(begin, end).unsqueeze(1), torch.arange(end)
+
+        def causal(i, row=row, column=column):
+            return ((column <= row) & (there[i, : len(column)] | (column == row))).unsqueeze(0)
+
+        logits, observed = cached.forward(prompt[begin:end], causal)
     selection = None
     # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
     if s.seed_from_prefill and cached.length >= s.sink:
@@ -212,12 +238,21 @@ def generate(
 
     def sink_and_selected() -> list[torch.Tensor]:
         """Per layer [kv_heads, 1, capacity] bool."""
-        masks = [torch.zeros(cached.kv_heads, 1, cached.keys.shape[2], dtype=torch.bool) for _ in observed]
-        for mask, heads in zip(masks, selection or [], strict=True):
-            mask[..., : s.sink] = True
+        masks = [torch.zeros(cached.kv_heads, 1, capacity, dtype=torch.bool) for _ in observed]
+        for i, (mask, heads) in enumerate(zip(masks, selection or [], strict=True)):
+            own = table(i)
+            mask[..., own[: s.sink]] = True
+            if len(own) < s.sink:
+                mask[..., cached.length :] = True
             for h, chosen in enumerate(heads):
                 mask[h, 0, chosen] = True
         return masks
+
+    def recent_of(i: int) -> torch.Tensor:
+        """[capacity] bool, the last entries of layer i."""
+        mask = torch.zeros(capacity, dtype=torch.bool)
+        mask[table(i)[-s.recent :]] = True
+        return mask
 
     kept = sink_and_selected() if selection else []
     fast_run, boundary = 0, result.tokens[0] in triggers
@@ -225,14 +260,16 @@ def generate(
         slow = selection is None or fast_run >= s.t_max or (boundary and fast_run >= s.gap)
         length = cached.length + 1
         if slow:
-            logits, observed = cached.forward(result.tokens[-1:], lambda _: everything)
+            logits, observed = cached.forward(result.tokens[-1:], lambda i: there[i, :length][None, None])  # noqa: B023
             if length >= s.sink:
                 selection = choose(observed, 1)
                 kept = sink_and_selected()
                 fast_run, boundary = 0, False
         else:
-            recent = torch.arange(length) >= length - s.recent
-            logits, _ = cached.forward(result.tokens[-1:], lambda i: kept[i][..., :length] | recent)  # noqa: B023
+            logits, _ = cached.forward(
+                result.tokens[-1:],
+                lambda i: kept[i][..., :length] | recent_of(i)[:length],  # noqa: B023
+            )
             fast_run += 1
         result.slow.append(slow)
         result.selected.append(selection if slow else None)

@@ -212,9 +212,11 @@ class TestUnmodifiedAnthropic:
         check_account(carrying[0].fathom)
 
     def test_a_refusal(self, claude, model):
-        with pytest.raises(anthropic.BadRequestError, match="SFI is not available in this build"):
+        with pytest.raises(
+            anthropic.BadRequestError, match=r'fathom\.decode must be one of "slow_fast", "full"'
+        ):
             claude.messages.create(
-                model=model, max_tokens=5, messages=HELLO, extra_body={"fathom": {"decode": "slow_fast"}}
+                model=model, max_tokens=5, messages=HELLO, extra_body={"fathom": {"decode": "slow"}}
             )
 
 
@@ -257,8 +259,8 @@ REFUSED = [
         'fathom.retention_policy must be one of "saliency", "streaming", "random", got 1',
     ),
     (
-        {"fathom": {"decode": "slow_fast"}},
-        'SFI is not available in this build; legal: "full", got "slow_fast"',
+        {"fathom": {"decode": "slow"}},
+        'fathom.decode must be one of "slow_fast", "full", got "slow"',
     ),
     (
         {"fathom": {"speculative": True}},

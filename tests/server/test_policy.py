@@ -37,7 +37,9 @@ LEGAL = {
     "speculative": st.booleans(),
     "draft_tokens": st.integers(1, 16),
 }
-requests = st.fixed_dictionaries({}, optional=LEGAL)
+requests = st.fixed_dictionaries({}, optional=LEGAL).filter(
+    lambda request: request.get("decode") != "slow_fast" or not request.get("speculative")
+)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -215,6 +217,11 @@ def test_what_the_model_lacks_is_refused_with_the_reason():
         parse({"depth_cutoff": 8}, Policy(), lacking)
     assert not config.describe(lacking)["depth_cutoff"]["available"]
     assert parse({"depth_cutoff": 16}, Policy(), lacking) == Policy()
+
+
+def test_slow_fast_steps_are_not_drafted_for(every_mechanism):
+    with pytest.raises(PolicyError, match=r'fathom\.decode: .* legal together with "speculative": "full"'):
+        parse({"decode": "slow_fast", "speculative": True}, Policy(), LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime.sfi.config import SfiConfig
@@ -22,6 +22,7 @@ requests = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(batch=requests, capacity=st.integers(0, 6), order=st.randoms())
 def test_plan_step(batch, capacity, order):
     rows = list(range(10, 10 + len(batch)))

@@ -1,0 +1,100 @@
+"""The operator's numbers for slow-fast decoding: flags generated from the frozen configurations."""
+
+import argparse
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+
+PREFIX = "--sfi-"
+MEMORY_FIELDS = ("buffer_mib", "evidence_mib")
+UNUSED = ("prefill_window",)
+"""Fields without a flag: the engine takes a request's first selection from its first decode step."""
+
+
+@dataclass(frozen=True)
+class SfiOptions:
+    """How this server decodes requests that ask for ``slow_fast``.
+
+    Attributes:
+        buffer_mib: memory of all compact buffers together, in MiB; None for :data:`DEFAULT_BUFFERS` of them, within
+            :data:`DEFAULT_BUFFER_MIB`.
+        evidence_mib: memory for attention logits and key norms of the requests that are refreshed in one step, in
+            MiB. The longest request always fits; what does not fit waits for a later step.
+    """
+
+    config: SfiConfig = field(default_factory=SfiConfig)
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    buffer_mib: float | None = None
+    evidence_mib: float = 256.0
+
+
+DEFAULT_BUFFERS = 16
+DEFAULT_BUFFER_MIB = 1024.0
+
+
+def _numbers() -> list[Field[Any]]:
+    return [item for item in (*fields(SfiConfig), *fields(SelectorConfig)) if item.name not in UNUSED]
+
+
+def _flag(name: str) -> str:
+    return PREFIX + name.replace("_", "-")
+
+
+def _legal(item: Field[Any]) -> str:
+    low, high = item.metadata["low"], item.metadata["high"]
+    return f">= {low:g}" if high is None else f"in [{low:g}, {high:g}]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per number of the two configurations, and the bounds on memory."""
+    group = parser.add_argument_group(
+        "slow-fast decoding (Slow-Fast Inference), for requests with decode slow_fast"
+    )
+    for item in _numbers():
+        text = f"{item.metadata['unit']}; {_legal(item)} (default: {item.default}; {item.metadata['source']})"
+        group.add_argument(_flag(item.name), type=item.type, metavar="N", help=text)
+    group.add_argument(
+        _flag("buffer_mib"),
+        type=float,
+        metavar="MIB",
+        help="memory of all compact buffers; a request that finds none free decodes dense, and its answer says so "
+        f"(default: {DEFAULT_BUFFERS} buffers, at most {DEFAULT_BUFFER_MIB:g} MiB, at least one buffer)",
+    )
+    group.add_argument(
+        _flag("evidence_mib"),
+        type=float,
+        metavar="MIB",
+        help="memory for the logits of the requests that choose anew in one step; at least that of the longest "
+        f"request (default: {SfiOptions.evidence_mib:g})",
+    )
+
+
+def from_arguments(arguments: argparse.Namespace) -> SfiOptions:
+    """What the flags of :func:`add_arguments` ask for.
+
+    Raises:
+        ValueError: for an illegal number, with the flag's name.
+    """
+    given = {
+        name: value
+        for name in [*(item.name for item in _numbers()), *MEMORY_FIELDS]
+        if (value := getattr(arguments, f"sfi_{name}")) is not None
+    }
+    for name in MEMORY_FIELDS:
+        if not given.get(name, 1) > 0:
+            raise ValueError(f"{_flag(name)} must be > 0 MiB, got {given[name]:g}")
+    own = {name: given[name] for name in MEMORY_FIELDS if name in given}
+    if "recent" in given:
+        # The window of prefill is not used here; it must not forbid a shorter recent window.
+        given["prefill_window"] = min(SfiConfig.prefill_window, max(given["recent"], 0) + 1)
+    try:
+        config, selector = SfiConfig(**_of(SfiConfig, given)), SelectorConfig(**_of(SelectorConfig, given))
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise ValueError(f"{_flag(name)} {rest}") from None
+    return SfiOptions(config, selector, **own)
+
+
+def _of(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {item.name: given[item.name] for item in fields(kind) if item.name in given}

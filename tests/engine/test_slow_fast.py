@@ -1,0 +1,218 @@
+"""Slow-fast decoding through the server against Algorithms 1 and 2: same tokens, log-probabilities to 1e-4.
+
+One server with small numbers, chunks of 64 and prefill and decode rows in one batch, so that requests meet each
+other in every phase. What an answer says of its steps is held against the oracle's.
+"""
+
+import random
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from oracles import sfi as oracle
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from fathom.runtime.sfi.trigger import trigger_ids
+
+TOLERANCE = 1e-4
+TOP = 40
+SLOW_FAST = {"decode": "slow_fast"}
+SETTINGS = oracle.Settings(
+    sink=4, recent=16, k=20, t_max=9, seed_from_prefill=False, radius=3, lambda_clip=0.2
+)
+BUFFERS = 8
+BUFFER_BYTES = (
+    (4 + 20) * 4 * 2 * 2 * 32 * 4
+)  # tokens x layers x (keys, values) x KV heads x head_dim x float32
+FLAGS = (
+    *("--sfi-sink", "4", "--sfi-recent", "16", "--sfi-selected", "20", "--sfi-refresh-budget", "9"),
+    *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
+    *("--sfi-buffer-mib", str(BUFFERS * BUFFER_BYTES / 2**20)),
+    *("--dtype", "float32", "--max-total-tokens", "12000"),
+    *("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
+)
+
+
+@pytest.fixture(scope="module")
+def triggers(tiny_model):
+    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, triggers):
+    """The tiny model, made to say trigger tokens now and then."""
+    found = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found.lm_head.weight[triggers] *= 1.6
+    return found
+
+
+@pytest.fixture(scope="module")
+def alternating_server(start_server, tiny_model, model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("triggering")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model.save_pretrained(folder)
+    return start_server(folder, *FLAGS)
+
+
+def prompts(lengths, seed=1):
+    rng = random.Random(seed)
+    return [[rng.randrange(6, 2000) for _ in range(n)] for n in lengths]
+
+
+def ask(server, prompt, policy, new_tokens):
+    """One answer, or the list of answers to a list of prompts."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+    }
+    if policy is not None:
+        body["fathom"] = policy
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def exists(policy, prompt):
+    cutoff = policy.get("depth_cutoff", "full")
+    last = len(prompt) - 1
+    anchors = {0, last} if policy.get("anchors", "bos") == "bos" else {last}
+    return lambda layer: range(len(prompt)) if cutoff == "full" or layer < cutoff else anchors
+
+
+def check(model, triggers, prompt, policy, answer):
+    """The answer and its account against the oracle."""
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    report, policy = meta["fathom"], policy or {}
+    alternates = policy.get("decode") == "slow_fast" and not report["dense_fallbacks"]
+    marks = triggers if alternates else range(1 << 20)  # with every token a trigger, every step is slow
+    want = oracle.generate(model, prompt, len(tokens), marks, SETTINGS, exists(policy, prompt))
+    assert tokens == want.tokens, (len(prompt), policy)
+    for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
+        row = row.log_softmax(-1)
+        got = [value for value, _, _ in entries]
+        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+    slow = sum(want.slow) if alternates else len(tokens) - 1
+    assert (report["slow_steps"], report["fast_steps"]) == (slow, len(tokens) - 1 - slow)
+    assert report["compact_bytes"] == (BUFFER_BYTES if alternates else 0)
+    if alternates and len(prompt) >= SETTINGS.sink:
+        # The first step has no selection to use; every other slow step is a refresh with one of two causes.
+        timeouts = sum(not any(want.slow[i - 9 : i]) and tokens[i] not in triggers for i in slow_steps(want))
+        assert report["timeout_refreshes"] == timeouts
+        assert report["trigger_refreshes"] == slow - 1 - timeouts
+    assert (report["refresh_seconds"] > 0) == alternates
+    return report
+
+
+def slow_steps(want):
+    """Places of the slow steps after the first; step i reads token i."""
+    return [i for i, slow in enumerate(want.slow) if slow and i]
+
+
+def settle(server):
+    """The engine's account once nothing runs: no buffer in use, no page held."""
+    deadline = time.monotonic() + 10
+    while (state := server.engine())["kv_pool"]["depth_pages"]["open_rows"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert state["slow_fast"]["buffers_in_use"] == 0
+    assert state["kv_pool"]["depth_pages"]["held"] == 0
+    return state["slow_fast"]
+
+
+@pytest.mark.parametrize("lengths", [[150], [150, 37, 5]], ids=str)
+def test_one_and_three(alternating_server, model, triggers, lengths):
+    asked = prompts(lengths)
+    answers = ask(alternating_server, asked, SLOW_FAST, 40)
+    reports = [check(model, triggers, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
+    assert all(report["fast_steps"] > 20 for report in reports)
+    assert settle(alternating_server)["buffer_bytes"] == BUFFER_BYTES
+
+
+def test_eight_in_all_phases_under_several_policies(alternating_server, model, triggers):
+    """Fewer tokens above a cutoff, dense requests in between, prompts in chunks, one that is dropped."""
+    before = settle(alternating_server)
+    policies = [SLOW_FAST, None, SLOW_FAST | {"depth_cutoff": 2}, SLOW_FAST]
+    policies += [
+        SLOW_FAST | {"depth_cutoff": 1, "anchors": "none"},
+        {"depth_cutoff": 3},
+        SLOW_FAST,
+        SLOW_FAST,
+    ]
+    asked = prompts([300, 90, 120, 1, 60, 33, 200, 77], seed=3)
+
+    def dropped():
+        client = alternating_server.client
+        body = {"input_ids": prompts([50], 4)[0], "fathom": SLOW_FAST, "stream": True}
+        body["sampling_params"] = {"max_new_tokens": 2000, "ignore_eos": True}
+        with client.stream("POST", "/generate", json=body) as stream:
+            next(stream.iter_lines())
+
+    with ThreadPoolExecutor(9) as pool:
+        gone = pool.submit(dropped)
+        news = [50, 40, 60, 45, 50, 40, 30, 55]
+        answers = list(
+            pool.map(lambda case: ask(alternating_server, *case), zip(asked, policies, news, strict=True))
+        )
+        gone.result()
+    reports = [check(model, triggers, *case) for case in zip(asked, policies, answers, strict=True)]
+    assert sum(report["trigger_refreshes"] for report in reports) > 0
+    assert sum(report["timeout_refreshes"] for report in reports) > 5
+    assert settle(alternating_server)["mixed_steps"] > before["mixed_steps"] + 20
+
+
+def test_more_requests_than_buffers(alternating_server, model, triggers):
+    asked = prompts([20] * (BUFFERS + 3), seed=5)
+    answers = ask(alternating_server, asked, SLOW_FAST, 30)
+    reports = [check(model, triggers, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
+    assert sum(report["dense_fallbacks"] for report in reports) == 3
+    assert settle(alternating_server)["dense_fallbacks"] == 3
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_a_context_within_sink_and_recent_tokens_is_dense(alternating_server, length):
+    """All there is lies in what every step reads, so a fast step gives what a dense one gives."""
+    (prompt,) = prompts([length], seed=7)
+    new = SETTINGS.recent - length
+    dense = ask(alternating_server, prompt, None, new)
+    got = ask(alternating_server, prompt, SLOW_FAST, new)
+    assert got["meta_info"]["fathom"]["fast_steps"] > 0
+    assert got["output_ids"] == dense["output_ids"]
+    both = [a["meta_info"]["output_token_logprobs"] for a in (got, dense)]
+    for (a, *_), (b, *_) in zip(*both, strict=True):
+        assert a == pytest.approx(b, abs=TOLERANCE)
+
+
+def test_faces(alternating_server):
+    text = alternating_server.client.get("/metrics").text
+    counted = {
+        line.split(" ")[0]: float(line.split(" ")[1])
+        for line in text.splitlines()
+        if line.startswith("fathom:")
+    }
+    fast = [
+        v for k, v in counted.items() if k.startswith("fathom:decode_steps_total") and 'phase="fast"' in k
+    ]
+    assert sum(fast) > 100
+    for name in ("refreshes_total", "refresh_seconds_total", "dense_fallbacks_total"):
+        assert any(k.startswith(f"fathom:{name}") and v > 0 for k, v in counted.items()), name
+    info = alternating_server.client.get("/fathom/info").json()
+    assert "SFI" in info["mechanisms"] and info["fields"]["decode"]["available"]
+    state = info["engine"][0]["slow_fast"]
+    assert state["buffers"] == BUFFERS and state["total_bytes"] == BUFFERS * BUFFER_BYTES
+
+
+def test_requests_that_are_taken_back(retracting_server):
+    """They start again, slow; nothing of them stays."""
+    asked = prompts([700, 500, 400, 300], seed=9)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda prompt: ask(retracting_server, prompt, SLOW_FAST, 16), asked))
+    metas = [answer["meta_info"] for answer in answers]
+    assert sum(meta["num_retractions"] for meta in metas) > 3
+    assert sum(meta["fathom"]["fast_steps"] for meta in metas) > 3
+    assert all(meta["completion_tokens"] == 16 for meta in metas)
+    settle(retracting_server)

@@ -1,0 +1,224 @@
+"""What lasts from step to step, and one step over several spans, in a plain loop against Algorithms 1 and 2.
+
+No engine: scattered slots, a table of its own length per span, rows that alternate beside rows that never do.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracles import sfi as oracle
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fathom.runtime.decode import Entry, Shape, SlowFast
+from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.options import SfiOptions
+from fathom.runtime.sfi.trigger import trigger_mask
+
+VOCABULARY, LAYERS, SPAN, CUTOFF = 128, 4, 2, 2
+TRIGGERS = set(range(0, VOCABULARY, 11))
+SELECTOR = SelectorConfig(nms_radius=3, prior_clip=0.2)
+CONFIG = SfiConfig(sink=4, recent=16, selected=20, refresh_budget=9, prefill_window=16)
+
+
+def options(config=CONFIG, runs=4, evidence_mib=1.0):
+    one = config.compact_tokens * LAYERS * 2 * 2 * 32 * 4
+    return SfiOptions(config, SELECTOR, runs * one / 2**20, evidence_mib)
+
+
+def settings(config=CONFIG):
+    return oracle.Settings(
+        sink=config.sink,
+        recent=config.recent,
+        k=config.selected,
+        t_max=config.refresh_budget,
+        seed_from_prefill=False,
+        lambda_clip=SELECTOR.prior_clip,
+        radius=SELECTOR.nms_radius,
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+def exists(prompt, cutoff):
+    return lambda layer: range(len(prompt)) if layer < cutoff else {0, len(prompt) - 1}
+
+
+class Loop:
+    """Greedy decoding of requests by row; prompts are computed by the oracle's model, with every key it has."""
+
+    def __init__(self, model, state, width=400):
+        self.model, self.state = model, state
+        self.parts = oracle.CachedModel(model, 0)
+        slots = 12 * width
+        self.free = torch.randperm(slots, generator=torch.Generator().manual_seed(1)).tolist()
+        self.pool = [(torch.randn(slots, 2, 32), torch.randn(slots, 2, 32)) for _ in range(LAYERS)]
+        self.slots = {}  # by row: per span the slots of its entries
+        self.tokens, self.length, self.alternates, self.outcomes, self.logits = {}, {}, {}, {}, {}
+
+    @torch.inference_mode()
+    def prefill(self, row, prompt, cutoff=LAYERS, alternates=True):
+        cached = oracle.CachedModel(self.model, len(prompt))
+        kept = exists(prompt, cutoff)
+        there = torch.zeros(LAYERS, len(prompt), dtype=torch.bool)
+        for i, line in enumerate(there):
+            line[sorted(kept(i))] = True
+        eye = torch.eye(len(prompt), dtype=torch.bool)
+        causal = torch.ones_like(eye).tril()
+        logits, _ = cached.forward(prompt, lambda i: (causal & (there[i] | eye)).unsqueeze(0))
+        self.slots[row] = []
+        for span in range(LAYERS // SPAN):
+            own = [self.free.pop() for _ in range(int(there[span * SPAN].sum()))]
+            self.slots[row].append(own)
+            for i in range(span * SPAN, (span + 1) * SPAN):
+                self.pool[i][0][own] = cached.keys[i][:, there[i]].transpose(0, 1)
+                self.pool[i][1][own] = cached.values[i][:, there[i]].transpose(0, 1)
+        self.tokens[row], self.length[row], self.outcomes[row] = [int(logits.argmax())], len(prompt), []
+        self.alternates[row], self.logits[row] = alternates, [logits]
+
+    @torch.inference_mode()
+    def step(self, rows):
+        for row in rows:
+            self.length[row] += 1
+            for own in self.slots[row]:
+                own.append(self.free.pop())
+        step = self.state.begin(
+            [Entry(r, self.length[r], self.tokens[r] if self.alternates[r] else None) for r in rows]
+        )
+        body = self.model.model
+        hidden = body.embed_tokens(torch.tensor([self.tokens[r][-1] for r in rows]))
+        positions = torch.tensor([self.length[r] - 1 for r in rows])
+        cos, sin = (x[0] for x in body.rotary_emb(hidden, positions.unsqueeze(0)))
+        with self.state.executor.step():
+            for i, layer in enumerate(body.layers):
+                tables = [self.slots[r][i // SPAN] for r in rows]
+                q, k, v = self.parts.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
+                last = [own[-1] for own in tables]
+                self.pool[i][0][last], self.pool[i][1][last] = k.transpose(0, 1), v.transpose(0, 1)
+                slots = np.concatenate([[7, 7], *tables]).astype(np.int32)  # a segment before the step's own
+                entry = np.cumsum([0, 2, *map(len, tables)])
+                mixed = step.attend(i, q.transpose(0, 1), self.pool[i], slots, entry, 1 / math.sqrt(32))
+                hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(rows), -1))
+                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits = self.model.lm_head(body.norm(hidden))
+        for row, found, line in zip(rows, step.finish(), logits, strict=True):
+            self.tokens[row].append(int(line.argmax()))
+            self.logits[row].append(line)
+            self.outcomes[row].append(found)
+
+
+def new_state(config=CONFIG, **limits):
+    shape = Shape(LAYERS, SPAN, 4, 2, 32, 32, torch.float32, longest=400, rows=16)
+    return SlowFast(shape, options(config, **limits), trigger_mask(sorted(TRIGGERS), VOCABULARY))
+
+
+def prompts(lengths):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def agree(loop, row, model, prompt, cutoff=LAYERS, config=CONFIG, always_slow=False):
+    triggers = range(VOCABULARY) if always_slow else TRIGGERS
+    want = oracle.generate(
+        model, prompt, len(loop.tokens[row]), triggers, settings(config), exists(prompt, cutoff)
+    )
+    assert loop.tokens[row] == want.tokens
+    torch.testing.assert_close(torch.stack(loop.logits[row]), torch.stack(want.logits), atol=1e-4, rtol=1e-4)
+    if not always_slow:
+        assert [not outcome.fast for outcome in loop.outcomes[row]] == want.slow
+    return want
+
+
+def test_rows_of_all_kinds_in_changing_batches(model):
+    """Six requests, three of them with a short upper span, one always dense; the batch is another one each step."""
+    state = new_state(runs=5)
+    loop = Loop(model, state)
+    cases = list(
+        zip(prompts([120, 37, 5, 90, 60, 2]), [LAYERS, CUTOFF, LAYERS, CUTOFF, LAYERS, CUTOFF], strict=True)
+    )
+    for row, (prompt, cutoff) in enumerate(cases, start=3):
+        loop.prefill(row, prompt, cutoff, alternates=row != 7)
+    order = itertools.cycle([[8, 3, 5, 4, 7, 6], [3, 4], [6, 5, 8], [7, 8, 4, 3]])
+    for rows in itertools.islice(order, 60):
+        loop.step(rows)
+    for row, (prompt, cutoff) in enumerate(cases, start=3):
+        want = agree(loop, row, model, prompt, cutoff, always_slow=row == 7)
+        if row != 7:
+            assert 1 < sum(want.slow) < len(want.slow)
+            causes = [outcome.cause for outcome in loop.outcomes[row] if outcome.cause]
+            assert causes[0] == "start" and {"trigger", "timeout"} >= set(causes[1:])
+        else:
+            assert set(loop.outcomes[row]) == {None}
+    assert state.totals["trigger_refreshes"] > 5 and state.totals["timeout_refreshes"] > 5
+    assert state.totals["mixed_steps"] > 20 and state.refresh_seconds > 0
+    assert len(state.runs) == 5
+
+
+def test_a_budget_that_holds_everything_is_dense(model):
+    """Selection and recent window as long as the context: every fast step reads all there is."""
+    config = SfiConfig(sink=2, recent=100, selected=100, refresh_budget=7)
+    loop = Loop(model, new_state(config))
+    (prompt,) = prompts([40])
+    loop.prefill(0, prompt)
+    for _ in range(40):
+        loop.step([0])
+    assert sum(outcome.fast for outcome in loop.outcomes[0]) > 20
+    agree(loop, 0, model, prompt, config=config, always_slow=True)
+
+
+def test_a_row_without_a_buffer_is_dense_and_one_that_is_dropped_starts_slow(model):
+    state = new_state(runs=1)
+    loop = Loop(model, state)
+    first, second = prompts([50, 70])
+    loop.prefill(1, first)
+    loop.prefill(2, second)
+    for _ in range(12):
+        loop.step([1, 2])
+    assert [outcome.compact_bytes > 0 for outcome in (loop.outcomes[1][0], loop.outcomes[2][0])] == [
+        True,
+        False,
+    ]
+    assert state.totals["dense_fallbacks"] == 1
+    agree(loop, 1, model, first)
+    agree(loop, 2, model, second, always_slow=True)
+    state.drop(1)
+    assert len(state.runs) == 0
+    loop.prefill(1, second)  # the same row, another request
+    for _ in range(12):
+        loop.step([1])
+    assert loop.outcomes[1][0].cause == "start"
+    agree(loop, 1, model, second)
+    state.clear()
+    assert len(state.runs) == 0 and not state.seen
+
+
+def test_rows_that_find_no_room_for_evidence_wait(model):
+    """They stay slow, and read everything, until their turn."""
+    state = new_state(evidence_mib=1e-9)  # one request of the greatest length
+    state.ring._memory = state.ring._memory[:, : 6 * 90]
+    loop = Loop(model, state)
+    for row, prompt in enumerate(prompts([70, 70, 70])):
+        loop.prefill(row, prompt)
+    for _ in range(3):
+        loop.step([0, 1, 2])
+    starts = [[outcome.cause for outcome in loop.outcomes[row]].index("start") for row in range(3)]
+    assert starts == [0, 1, 2]
+    assert [outcome.fast for outcome in loop.outcomes[2]] == [False, False, False]
