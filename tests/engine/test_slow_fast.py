@@ -160,9 +160,9 @@ def test_eight_in_all_phases_under_several_policies(alternating_server, model, t
         )
         gone.result()
     reports = [check(model, triggers, *case) for case in zip(asked, policies, answers, strict=True)]
-    assert sum(report["trigger_refreshes"] for report in reports) > 0
-    assert sum(report["timeout_refreshes"] for report in reports) > 5
-    assert settle(alternating_server)["mixed_steps"] > before["mixed_steps"] + 20
+    assert sum(report["trigger_refreshes"] for report in reports) > 5
+    assert sum(report["timeout_refreshes"] for report in reports) > 0
+    assert settle(alternating_server)["mixed_steps"] > before["mixed_steps"] + 10
 
 
 def test_more_requests_than_buffers(alternating_server, model, triggers):
