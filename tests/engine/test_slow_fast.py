@@ -177,7 +177,7 @@ def test_more_requests_than_buffers(alternating_server, model, triggers):
 def test_a_context_within_sink_and_recent_tokens_is_dense(alternating_server, length):
     """All there is lies in what every step reads, so a fast step gives what a dense one gives."""
     (prompt,) = prompts([length], seed=7)
-    new = SETTINGS.recent - length
+    new = SETTINGS.sink + SETTINGS.recent - length
     dense = ask(alternating_server, prompt, None, new)
     got = ask(alternating_server, prompt, SLOW_FAST, new)
     assert got["meta_info"]["fathom"]["fast_steps"] > 0
