@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
-START_SECONDS = 180
+START_SECONDS = 300
 
 
 def free_port() -> int:
