@@ -70,7 +70,7 @@ MISTAKES = [
         2,
         '--preset: "turbo" is not available in this build; legal: "exact"',
     ),
-    (["serve", "x", "--decode", "slow_fast"], 2, "--decode: SFI is not available in this build"),
+    (["serve", "x", "--decode", "slow"], 2, '--decode must be one of "slow_fast", "full", got "slow"'),
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),

@@ -89,8 +89,8 @@ def message_of(path, body):
     [
         ({"prefill_keep_rate": 1.7}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got 1.7'),
         (
-            {"decode": "slow_fast"},
-            'fathom.decode: SFI is not available in this build; legal: "full", got "slow_fast"',
+            {"decode": "slow"},
+            'fathom.decode must be one of "slow_fast", "full", got "slow"',
         ),
         ("turbo", 'fathom must be an object, got "turbo"'),
     ],
