@@ -1,4 +1,7 @@
-"""Servers that several tests of this folder share: each takes about 20 s to start."""
+"""Servers and drafts that several tests of this folder share: a server takes about 20 s to start."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,24 @@ def retracting_server(start_server, tiny_model):
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
     flags = ("--chunked-prefill-size", "256", "--max-total-tokens", "40000")
     return start_server(tiny_model, *FLAGS, *flags, env=env)
+
+
+def noisy_copy(model: Path, folder: Path, noise: float) -> Path:
+    """The model with noise on its weights: a draft that is right often, but not always."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weights in copy.parameters():
+            weights += noise * torch.randn_like(weights)
+    copy.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def draft_of(tiny_model, tmp_path_factory):
+    """A function: how much noise -> the folder of a draft for the tiny model."""
+    return lambda noise: noisy_copy(tiny_model, tmp_path_factory.mktemp("draft"), noise)

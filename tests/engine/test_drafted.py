@@ -33,21 +33,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
 
 @pytest.fixture(scope="module")
-def noisy_draft(tiny_model, tmp_path_factory):
-    """The tiny model with noise on its weights."""
-    import shutil
-
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("draft")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.004 * torch.randn_like(weights)
-    model.save_pretrained(folder)
-    return folder
+def noisy_draft(draft_of):
+    return draft_of(0.004)
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,13 @@ between, prefix hits and misses; on the second also SpecPrefill and drafted toke
 
 import contextlib
 import random
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import torch
 from oracles.compressed_model import CompressedModel
 from oracles.drafted import Draft
-from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 6
@@ -47,17 +44,8 @@ FLAGS = ("--dtype", "float32", "--max-total-tokens", "40000")
 
 
 @pytest.fixture(scope="module")
-def draft_model(tiny_model, tmp_path_factory):
-    """The tiny model with noise on its weights: right often, but not always."""
-    folder = tmp_path_factory.mktemp("draft")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weights in model.parameters():
-            weights += 0.012 * torch.randn_like(weights)
-    model.save_pretrained(folder)
-    return folder
+def draft_model(draft_of):
+    return draft_of(0.012)
 
 
 @pytest.fixture(scope="module")
