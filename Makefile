@@ -7,6 +7,12 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 PORT ?= 30000
 ARGS ?=
+# Files that are tested at the same time; each has servers of its own (1.5 GB each).
+WORKERS ?= 2
+
+# The packages are installed without byte code: each module that is ever imported is compiled once and kept. Where
+# the environment forbids that, every process of a server would compile all of them anew (10 s each).
+export PYTHONDONTWRITEBYTECODE :=
 
 # PyTorch's own index has CPU builds of torch and torchvision. Where it cannot be reached, pip gives up on it at
 # once and takes what its configured places have.
@@ -35,7 +41,7 @@ serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
 test: $(TEST_STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy and hadolint
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda

@@ -88,7 +88,7 @@ MISTAKES = [
         2,
         "--speculative-algorithm EAGLE is not supported: ",
     ),
-    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, calibrate, version"),
+    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, soak, calibrate, version"),
 ]
 
 
