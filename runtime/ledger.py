@@ -74,7 +74,12 @@ class RequestLedger:
 
     def __init__(self, kv_shape: KvShape) -> None:
         self.kv_shape = kv_shape
-        self.totals: dict[str, float] = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0} | {
+        self.totals: dict[str, float] = {
+            "prefill_tokens": 0,
+            "prefill_steps": 0,
+            "decode_steps": 0,
+            "requests": 0,
+        } | {
             "draft_tokens": 0,
             "accepted_tokens": 0,
             "fast_steps": 0,

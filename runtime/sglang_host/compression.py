@@ -296,9 +296,7 @@ class CompressionStep:
         kept = propagated_tokens(saliency, sizes, step.rate, forced)
         job.selected = job.entered[kept.cpu().numpy()]
 
-    def _retained(
-        self, job: Job, layer: int, mean: torch.Tensor | None, keys: torch.Tensor
-    ) -> torch.Tensor:
+    def _retained(self, job: Job, layer: int, mean: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
         """[kv_heads, kept] indices, into what is present at a layer, of the entries that stay."""
         rule = job.work.plan.retention
         assert rule is not None and job.policy is not None

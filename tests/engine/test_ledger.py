@@ -29,7 +29,12 @@ def test_counters_add_up_and_the_report_closes_the_account():
     assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
     steps = {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
-    assert ledger.totals == steps | {"draft_tokens": 0, "accepted_tokens": 0, "fast_steps": 0, "scoring_seconds": 0}
+    assert ledger.totals == steps | {
+        "draft_tokens": 0,
+        "accepted_tokens": 0,
+        "fast_steps": 0,
+        "scoring_seconds": 0,
+    }
     assert len(ledger) == 0
 
 
