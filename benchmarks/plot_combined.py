@@ -27,7 +27,6 @@ def _panel(axis, rows: list[Row], title: str) -> None:
                 axis.plot([row.product[metric]] * 2, [place - height / 2, place + height / 2], "k:", lw=1.2)
     axis.axvline(1, color="black", lw=0.8)
     axis.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
-    axis.invert_yaxis()
     axis.set_title(title, fontsize=10)
     axis.grid(axis="x", alpha=0.3)
 
@@ -42,6 +41,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(1, len(cells), squeeze=False, sharey=True).flat
     for axis, (prompt, batch), panel in zip(axes, cells, shown, strict=True):
         _panel(axis, panel, f"{prompt:,} tokens" + (f", {batch} requests" if batch > 1 else ""))
+    figure.axes[0].invert_yaxis()  # shared
     figure.axes[0].legend(fontsize=8, loc="lower right")
     figure.supxlabel("times faster than dense (dotted: product of the parts)", fontsize=9)
     figure.savefig(path, dpi=130)

@@ -153,4 +153,4 @@ def plot(grid: NamedGrid, rows: Sequence[Row], path: Path, title: str) -> None:
     """Write the figure to `path`."""
     figure = (_maps if grid.picture == "maps" else _lines)(grid, rows)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
