@@ -150,6 +150,13 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     add("--output", type=int, default=own.output, help="output tokens per request (default: %(default)s)")
     add("--rounds", type=int, default=own.rounds, help="counted turns of each server (default: %(default)s)")
     add("--warmups", type=int, default=own.warmups, help="uncounted turns before (default: %(default)s)")
+    add(
+        "--warmup-prompt",
+        type=token_count,
+        default=0,
+        metavar="N",
+        help="tokens per prompt of the uncounted turns (default: as in the cell)",
+    )
     add("--shared-prefix", type=_share, default=0.0, help="share of a prompt already cached (default: 0)")
     add(
         "--shared-document",
@@ -203,7 +210,7 @@ def _model_shape(args: argparse.Namespace) -> Shape:
 
 def plan(args: argparse.Namespace) -> tuple[Shape, list[Cell], Settings]:
     """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured."""
-    names = ("output", "rounds", "warmups", "shared_prefix", "seed", "limit")
+    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "seed", "limit")
     task = args.task if args.model else ""
     values = {name: getattr(args, name) for name in names}
     settings = Settings(**values, document=args.shared_document, task=task)

@@ -110,9 +110,12 @@ class Bench:
 
     async def cell(self, cell: Cell) -> list[Turn]:
         """All counted turns of one cell, in the order they were taken."""
+        shortest = min(self.settings.warmup_prompt or cell.prompt, cell.prompt)
         for warmup in range(self.settings.warmups):
             for name in self.servers:
-                await self._turn(name, cell, -1 - warmup, min(_WARMUP_OUTPUT, self.settings.output))
+                await self._turn(
+                    name, Cell(shortest, cell.batch), -1 - warmup, min(_WARMUP_OUTPUT, self.settings.output)
+                )
         turns = []
         for round_index in range(self.settings.rounds):
             for name in stats.order(list(self.servers), round_index):

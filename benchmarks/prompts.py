@@ -28,6 +28,7 @@ class Settings:
         output: tokens generated per request; at most, where answers end by themselves.
         rounds: counted turns per variant and cell.
         warmups: uncounted turns per variant and cell.
+        warmup_prompt: tokens per prompt of these turns at most; 0 for those of the cell.
         shared_prefix: share of each prompt that the server has seen before the turn, 0 <= share < 1.
         document: whether all prompts of a run begin like one document, which each server reads once.
         task: of the questions that a trained model is asked; "" for random tokens.
@@ -38,6 +39,7 @@ class Settings:
     output: int = 32
     rounds: int = 4
     warmups: int = 1
+    warmup_prompt: int = 0
     shared_prefix: float = 0.0
     document: bool = False
     task: str = ""

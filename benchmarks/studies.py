@@ -29,8 +29,8 @@ DRAFTED = json.dumps(settings.DRAFTING)
 # fmt: off
 STUDIES: dict[str, list[str]] = {
     "prefill": [
-        *SMALL, "--prompts", "2k,8k,16k", "--batches", "1", "--output", "8", "--rounds", "2",
-        *_policies(PREFILL), "--name", "prefill",
+        *SMALL, "--warmup-prompt", "1k", "--prompts", "2k,8k,16k", "--batches", "1", "--output", "8",
+        "--rounds", "2", *_policies(PREFILL), "--name", "prefill",
     ],
     "decode": [
         *SMALL, "--shared-document", "--prompts", "4k,8k,16k,32k", "--batches", "1,8", "--output", "66",
@@ -42,7 +42,7 @@ STUDIES: dict[str, list[str]] = {
         "--policy", f"drafting={DRAFTED}", "--poor-draft", f"poor-draft={DRAFTED}", "--name", "drafting",
     ],
     "all": [
-        *SMALL, "--prompts", "8k,16k", "--batches", "1", "--output", "66", "--rounds", "2",
+        *SMALL, "--warmup-prompt", "1k", "--prompts", "8k,16k", "--batches", "1", "--output", "66", "--rounds", "2",
         *_policies(settings.COMPARED), "--name", "all",
     ],
 }

@@ -76,8 +76,8 @@ async def stream(body):
 async def completions(request):
     global served
     served += 1
-    print("asked", flush=True)
     body = await request.json()
+    print(f"asked {len(body['prompt'])}", flush=True)
     earlier.append(body["prompt"])
     return StreamingResponse(stream(body), media_type="text/event-stream")
 

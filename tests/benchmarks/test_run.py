@@ -142,7 +142,7 @@ def test_a_policy_is_a_further_server(tmp_path, monkeypatch, speed_is_built):
 def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeypatch, speed_is_built):
     use_fakes(monkeypatch)
     flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom,sglang", "--one-server"]
-    code, result = bench(tmp_path, *flags)
+    code, result = bench(tmp_path, *flags, "--warmup-prompt", "40")
     assert code == 0
     ports = {v["name"]: v["command"][v["command"].index("--port") + 1] for v in result["variants"]}
     assert ports["fathom"] != ports["sglang"]
@@ -150,7 +150,10 @@ def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeyp
     assert info["half"]["engine"][0]["pid"] == info["fathom"]["engine"][0]["pid"]
     turns = [turn for cell in result["cells"] for turn in cell["turns"] if turn["variant"] != "sglang"]
     log = (tmp_path / "cache" / "logs" / "fathom.log").read_text()
-    assert log.count("forgot") == len(turns) + 2 * len(result["cells"])  # and the uncounted ones
+    warm = 2 * len(result["cells"])
+    assert log.count("forgot") == len(turns) + warm
+    assert log.count("asked 40") == 2 * (1 + 2)  # two variants, one request and two
+    assert log.count("asked 64") == sum(len(turn["requests"]) for turn in turns)
 
 
 def test_a_shared_document_is_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
