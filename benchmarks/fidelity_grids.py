@@ -41,7 +41,7 @@ class NamedGrid:
 
     Attributes:
         picture: "lines" over the rate, "maps" of two rates, or "lengths" (over the prompt's length).
-        axes: names of x and y.
+        axes: name of x, for lines.
         samples: questions per task and length, and per policy.
     """
 
@@ -136,25 +136,18 @@ GRIDS = {
         tuple(_specprefill()),
         (*NEEDLES, "twohop", "list"),
         (1024,),
-        16,
+        32,
         "lines",
         ("share of chunks kept (%)",),
     ),
-    "fastkv": NamedGrid(
-        tuple(_fastkv()),
-        (*NEEDLES, "list"),
-        (1024,),
-        8,
-        "maps",
-        ("KV retention rate (%)", "TSP rate (%)"),
-    ),
+    "fastkv": NamedGrid(tuple(_fastkv()), (*NEEDLES, "list"), (1024,), 16, "maps"),
     "sfi": NamedGrid(
         tuple(_sfi()),
         ("list",),
         (SFI_CONTEXT,),
-        24,
+        40,
         "lines",
         ("share of the prompt that a fast step reads (%)",),
     ),
-    "all": NamedGrid(tuple(_all()), (*NEEDLES, "twohop", "list"), (2048,), 12, "lengths"),
+    "all": NamedGrid(tuple(_all()), (*NEEDLES, "twohop", "list"), (2048,), 20, "lengths"),
 }
