@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ class Reply:
     """What one request gave. Times in seconds on this process's clock, from just before the request was sent.
 
     ttft: arrival of the first event that carries a choice. latency: arrival of the last one. events: how many
-    did; fewer than output_tokens means that some tokens came together.
+    did; fewer than output_tokens means that some tokens came together. step: median time between two of them.
     """
 
     prompt_tokens: int
@@ -32,6 +34,7 @@ class Reply:
     events: int
     text: str
     fathom: dict | None
+    step: float = 0.0
 
     @property
     def tpot(self) -> float:
@@ -39,14 +42,14 @@ class Reply:
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
-def request_body(prompt: list[int], output_tokens: int, extra: dict) -> bytes:
-    """The JSON of one greedy request that yields exactly `output_tokens` tokens."""
+def request_body(prompt: list[int], output_tokens: int, extra: dict, ends: bool = False) -> bytes:
+    """JSON of a greedy request that yields exactly `output_tokens` tokens, or at most, if it `ends` itself."""
     body = {
         "model": MODEL_NAME,
         "prompt": prompt,
         "max_tokens": output_tokens,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": not ends,
         "stream": True,
         "stream_options": {"include_usage": True},
         **extra,
@@ -81,14 +84,24 @@ async def _stream(client: httpx.AsyncClient, body: bytes) -> Reply:
     if not times or usage is None:
         raise BenchError(f"{client.base_url} ended a stream without tokens or usage")
     counts = usage["prompt_tokens"], usage["completion_tokens"]
-    return Reply(*counts, times[0], times[-1], len(times), "".join(text), fathom)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    step = statistics.median(gaps) if gaps else 0.0
+    return Reply(*counts, times[0], times[-1], len(times), "".join(text), fathom, step)
 
 
 async def complete(
-    client: httpx.AsyncClient, prompt: list[int], output_tokens: int, extra: dict, limit: float
+    client: httpx.AsyncClient,
+    prompt: list[int],
+    output_tokens: int,
+    extra: dict,
+    limit: float,
+    ends: bool = False,
 ) -> Reply:
-    """One request. BenchError on any failure, another token count than asked, or after `limit` seconds."""
-    body = request_body(prompt, output_tokens, extra)
+    """One request. BenchError on any failure, another token count than asked, or after `limit` seconds.
+
+    A request that `ends` itself may yield fewer tokens, but two at least.
+    """
+    body = request_body(prompt, output_tokens, extra, ends)
     try:
         reply = await asyncio.wait_for(_stream(client, body), limit)
     except TimeoutError:
@@ -97,7 +110,8 @@ async def complete(
         ) from None
     except httpx.HTTPError as error:
         raise BenchError(f"{client.base_url}: {type(error).__name__} {error}") from error
-    if (reply.prompt_tokens, reply.output_tokens) != (len(prompt), output_tokens):
+    least = 2 if ends else output_tokens
+    if reply.prompt_tokens != len(prompt) or not least <= reply.output_tokens <= output_tokens:
         raise BenchError(
             f"{client.base_url} counted {reply.prompt_tokens} + {reply.output_tokens} tokens, "
             f"asked were {len(prompt)} + {output_tokens}"
@@ -106,11 +120,16 @@ async def complete(
 
 
 async def complete_batch(
-    client: httpx.AsyncClient, prompts: list[list[int]], output_tokens: int, extra: dict, limit: float
+    client: httpx.AsyncClient,
+    prompts: list[list[int]],
+    output_tokens: int,
+    extra: dict,
+    limit: float,
+    ends: bool = False,
 ) -> list[Reply]:
     """All prompts at once, each on its own connection; replies in the order of the prompts."""
     return await asyncio.gather(
-        *(complete(client, prompt, output_tokens, extra, limit) for prompt in prompts)
+        *(complete(client, prompt, output_tokens, extra, limit, ends) for prompt in prompts)
     )
 
 

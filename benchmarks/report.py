@@ -15,14 +15,15 @@ from pathlib import Path
 import psutil
 
 from fathom.benchmarks import stats
-from fathom.benchmarks.measure import METRICS, Cell, Settings, Turn
+from fathom.benchmarks.measure import METRICS, Turn
 from fathom.benchmarks.model import Shape
+from fathom.benchmarks.prompts import Cell, Settings
 
 SCHEMA = 1
 BUSY = 0.05
 """Share of the machine used by others from which a run says so."""
 
-_UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
+_UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "step": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
 
 
 def cpu_model() -> str:
@@ -176,30 +177,45 @@ def table(report: dict) -> str:
     return "\n".join([*lines, *_predictions(report)])
 
 
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _reached(measured: dict[str, float], expected: float | None) -> str:
+    """The median as a share of what was predicted."""
+    return "–" if expected is None else f"{measured['median'] / expected:.0%}"
+
+
+_SAVED = (
+    *("prompt", "batch", "ratio", "TTFT", "by FLOPs", "reached", "Appendix E", "reached"),
+    *(
+        "TPOT",
+        "by bytes",
+        "reached",
+        "by KV bytes",
+        "KV held",
+        "by plan",
+        "scoring",
+        "slow steps",
+        "accepted",
+    ),
+)
+
+
 def _predictions(report: dict) -> list[str]:
     """Lines of the third table: what a policy saves against dense Fathom, measured and predicted."""
     rows = []
     for cell in report["cells"]:
         for pair, expected in cell.get("predictions", {}).items():
-            measured = [_spread(cell["ratios"][pair][m], 1.0, 2) for m in ("ttft", "tpot")]
-            shown = {name: "–" if value is None else f"{value:.2f}" for name, value in expected.items()}
-            ttft = [measured[0], shown["ttft"]]
-            tpot = [measured[1], shown["tpot"], shown["tpot_kv"]]
-            kv = [shown["kv_reported"], shown["kv"]]
-            rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *ttft, *tpot, *kv])
-    head = [
-        "prompt",
-        "batch",
-        "ratio",
-        "TTFT",
-        "by FLOPs",
-        "TPOT",
-        "by bytes",
-        "by KV bytes",
-        "KV held",
-        "by plan",
-    ]
-    return ["", *_table(head, rows)] if rows else []
+            ttft, tpot = (cell["ratios"][pair][m] for m in ("ttft", "tpot"))
+            shown = [_spread(ttft, 1.0, 2)]
+            for name in ("ttft", "appendix_e"):
+                shown += [_number(expected[name]), _reached(ttft, expected[name])]
+            shown += [_spread(tpot, 1.0, 2), _number(expected["tpot"]), _reached(tpot, expected["tpot"])]
+            shown += [_number(expected[name]) for name in ("tpot_kv", "kv_reported", "kv")]
+            shown += [_number(expected[name], ".1%") for name in ("scoring", "slow_share", "accepted")]
+            rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *shown])
+    return ["", *_table(list(_SAVED), rows)] if rows else []
 
 
 def notes(report: dict) -> list[str]:
@@ -210,6 +226,11 @@ def notes(report: dict) -> list[str]:
         f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
         f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
     ]
+    for prompt, shares in (report.get("draft_shares") or {}).items():
+        lines.append(
+            f"FLOPs of the target's prefill at {prompt} tokens: {shares['computed']:.1f} times the draft's; "
+            f"{shares['table_5']:.1f} times as SpecPrefill's Table 5 counts (LM head on every token)."
+        )
     if foreign["median"] > BUSY:
         lines.append(
             f"NOT A QUIET MACHINE: other processes used {foreign['median']:.0%} of it (median; at most "

@@ -32,6 +32,7 @@ class Account:
     propagation_skipped: bool = (
         False  # asked for, and the prompt was too long for the buffer of hidden states
     )
+    scoring_seconds: float = 0.0  # FastKV: the window's attention and the choices made from it
     kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
     deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
     draft_tokens: int = 0  # proposed by the draft model
@@ -73,10 +74,16 @@ class RequestLedger:
 
     def __init__(self, kv_shape: KvShape) -> None:
         self.kv_shape = kv_shape
-        self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0} | {
+        self.totals: dict[str, float] = {
+            "prefill_tokens": 0,
+            "prefill_steps": 0,
+            "decode_steps": 0,
+            "requests": 0,
+        } | {
             "draft_tokens": 0,
             "accepted_tokens": 0,
             "fast_steps": 0,
+            "scoring_seconds": 0.0,
         }
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
@@ -105,6 +112,11 @@ class RequestLedger:
         account.decode_steps += 1
         account.hold(held)
         self.totals["decode_steps"] += 1
+
+    def scored(self, account: Account, seconds: float) -> None:
+        """FastKV has chosen from the request's complete prompt."""
+        account.scoring_seconds += seconds
+        self.totals["scoring_seconds"] += seconds
 
     def drafted(self, account: Account, proposed: int, accepted: int) -> None:
         """One engine step verified ``proposed`` drafted tokens of the request; ``accepted`` of them stood."""
@@ -159,6 +171,7 @@ class RequestLedger:
             "retained_tokens": prompt_tokens if account.retained_tokens is None else account.retained_tokens,
             "propagated_tokens": account.propagated_tokens,
             "propagation_skipped": account.propagation_skipped,
+            "scoring_seconds": account.scoring_seconds,
             "kv_bytes_dense": account.kv_bytes_dense,
             "first_token_time": account.first_token_time,
         }

@@ -115,6 +115,11 @@ class RequestMetrics:
             "Requests whose prompt was too long for the buffer of hidden states, and was computed whole.",
             LABELS,
         )
+        self._scoring = Counter(
+            "fathom:scoring_seconds_total",
+            "Time that FastKV took to score prompts and to choose from the scores.",
+            LABELS,
+        )
         self._retained = Counter(
             "fathom:retained_tokens_total",
             "Prompt entries kept per KV head after prefill, averaged over the layers.",
@@ -143,6 +148,7 @@ class RequestMetrics:
         self._prompt.labels(*labels).inc(prompt_tokens)
         self._kept.labels(*labels).inc(account.report.get("kept_tokens", prompt_tokens))
         self._retained.labels(*labels).inc(account.report.get("retained_tokens", prompt_tokens))
+        self._scoring.labels(*labels).inc(account.report.get("scoring_seconds", 0))
         self._propagated.labels(*labels).inc(account.report.get("propagated_tokens") or 0)
         self._skipped.labels(*labels).inc(int(account.report.get("propagation_skipped", False)))
         if drafted := account.report.get("draft_tokens", 0):

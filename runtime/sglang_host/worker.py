@@ -238,6 +238,7 @@ class FathomWorker(TpModelWorker):
             account.kept_tokens, account.deep_tokens = round(sum(job.present_in) / spans), job.present_in[-1]
             account.retained_tokens = round(sum(job.kept_in) / spans)
             account.propagated_tokens = None if job.selected is None else len(job.selected)
+            self.ledger.scored(account, job.scoring_seconds)
             return
         if not plan.dense and plan.retention is None and plan.propagation is None:
             per_span = tokens_per_span(plan, prompt)
