@@ -13,17 +13,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 from tqdm import tqdm
 
 from fathom.benchmarks import liveness, report, servers, usage
+from fathom.benchmarks.args import named_policy
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
-from fathom.benchmarks.fidelity_args import _policy as named_policy
 from fathom.benchmarks.soak_client import Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_body, with_flags
 from fathom.demo.corpus import eval_samples
@@ -36,7 +37,7 @@ TASKS = ("single", "multikey", "list", "followup")
 PROBES = 6
 SAMPLE_SECONDS = 5.0
 IDLE_SECONDS = 60.0
-MIXED = {
+MIXED: dict[str, dict[str, Any]] = {
     "dense": {"preset": "exact"},
     "speed": {"depth_cutoff": 6},
     "fastkv": {"tsp_rate": 0.2, "kv_retention_rate": 0.2},
@@ -139,18 +140,19 @@ class Soak:
         """The case of this number: the same in every run with this seed."""
         rng = random.Random(f"{self.args.seed}/{number}")
         variant: Variant = rng.choice(self.args.policy)
-        shared = {"number": number, "policy": variant.name, "fathom": variant.policy}
-        messages, tokens = rng.choice(self.samples), rng.randint(2, 60)
+        messages = rng.choice(self.samples)
+        case = Case(number, variant.name, variant.policy, messages, rng.randint(2, 60))
         fate = rng.random()
         if fate < self.args.too_long:
-            return Case(**shared, messages=self.too_long, max_tokens=4, too_long=True)
+            return replace(case, messages=self.too_long, max_tokens=4, too_long=True)
         if fate < self.args.too_long + self.args.aborted:
-            early = rng.random() < 0.6
-            moment = {"patience": 3 * rng.random() ** 3} if early else {"leave_after": rng.randint(1, 12)}
-            return Case(**shared, messages=messages, max_tokens=400, **moment)
+            case = replace(case, max_tokens=400)
+            if rng.random() < 0.6:
+                return replace(case, patience=3 * rng.random() ** 3)
+            return replace(case, leave_after=rng.randint(1, 12))
         if variant.dense:
             return self.probe(number, rng.randrange(PROBES))
-        return Case(**shared, messages=messages, max_tokens=tokens, temperature=rng.choice([0.0, 0.8]))
+        return replace(case, temperature=rng.choice([0.0, 0.8]))
 
     def probe(self, number: int, index: int) -> Case:
         """A dense, greedy question whose answer is known."""
