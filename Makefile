@@ -66,7 +66,7 @@ lock:  ## resolve requirements/*.in anew (needs uv)
 	  --find-links $${PIP_FIND_LINKS:-.} --no-header --no-annotate -q | sed 's/^torch==.*/torch==2.13.0/' \
 	  > requirements/cpu.lock
 	uv pip compile requirements/test.in --constraint requirements/cpu.lock --python-version 3.11 \
-	  --no-header --no-annotate -q | grep -vxFf requirements/cpu.lock > requirements/test.lock
+	  --no-header --no-annotate -q | grep -v '^pip==' | grep -vxFf requirements/cpu.lock > requirements/test.lock
 	grep -vE '^(triton|torchvision)==' requirements/cpu.lock > requirements/.shared
 	UV_FIND_LINKS= uv pip compile pyproject.toml requirements/cuda.in --constraint requirements/.shared \
 	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 --no-header --no-annotate -q -o requirements/cuda.lock
