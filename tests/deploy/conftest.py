@@ -32,7 +32,7 @@ def unpack() -> Path:
     """The folder with Debian's programs, fetched and verified by apt, without root; once per environment.
 
     Raises:
-        OSError, subprocess.SubprocessError: where there is no apt, no package list, no network, or no right to write.
+        OSError, subprocess.SubprocessError: without apt, its package list, a network, or the right to write here.
     """
     programs = UNPACKED / "usr" / "bin"
     UNPACKED.parent.mkdir(parents=True, exist_ok=True)
