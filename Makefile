@@ -37,13 +37,14 @@ serve: $(STAMP)  ## serve the demo model on PORT (30000)
 test: $(TEST_STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(TEST_STAMP)  ## ruff, mypy and hadolint
+lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_path/fathom && cd .mypy_path/fathom && \
 	  for room in server runtime kernels benchmarks demo; do ln -sfn ../../$$room $$room; done
 	$(BIN)/mypy
+	$(BIN)/python requirements/audit.py requirements/cpu.lock requirements/test.lock
 
 format: $(STAMP)  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
