@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_problem
+from fathom.runtime.sfi.rules import SELECTION_RULES
+from fathom.runtime.spec import Spec
 
 MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
@@ -47,12 +49,14 @@ class Limits:
         span: consecutive layers that share one page table; a cutoff must be a multiple of it.
         lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
         tsp_layer: layers below FastKV's selection; 0 where the layers have no boundary for it, None while unknown.
+        sfi_selected: entries per KV head that a compact buffer of SFI's has room for beside the sink.
     """
 
     layers: int | None = None
     span: int = 1
     lacking: Mapping[str, str] = field(default_factory=dict)
     tsp_layer: int | None = None
+    sfi_selected: int | None = None
 
     def why_not(self, mechanism: str) -> str | None:
         """Why a mechanism cannot be asked for; None when it can."""
@@ -65,87 +69,6 @@ class Limits:
 def without_draft() -> dict[str, str]:
     """What a server without a draft model lacks, with the reason."""
     return dict.fromkeys(DRAFTED, "no draft model is loaded; start with --draft-model-path")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One field's meaning and legal values.
-
-    Attributes:
-        help: what the field decides, in one clause.
-        unit: unit of a number, or what the words stand for.
-        source: the paper's section or table that defines it.
-        kind: type of a value that is not one of ``words``; None where only words are legal.
-        low, high: bounds of a number. A float must be in (low, high], an int in [low, high].
-        words: string values.
-        mechanism: what has to run unless the value is ``neutral``.
-        neutral: the value that asks for nothing.
-        tunes: the field that this one only refines; without it, it has no effect.
-    """
-
-    help: str
-    unit: str
-    source: str
-    kind: type | None = None
-    low: float = 0
-    high: float | None = None
-    words: tuple[str, ...] = ()
-    mechanism: str | None = None
-    neutral: Any = None
-    tunes: str | None = None
-
-    def legal(self, limits: Limits = Limits()) -> str:
-        """The legal values in words, for messages and help."""
-        return self._numbers(limits) + self._or_words()
-
-    def _numbers(self, limits: Limits) -> str:
-        if self.kind is bool:
-            return "true or false"
-        if self.kind is float:
-            return f"in ({self.low:g}, {self.high:g}]"
-        if self.kind is int:
-            high = limits.layers if self.high is None else self.high
-            return f"an integer in [{self.low:g}, {high:g}]" if high else f"an integer >= {self.low:g}"
-        return ""
-
-    def _or_words(self) -> str:
-        quoted = ", ".join(f'"{word}"' for word in self.words)
-        if not self.words or self.kind is not None:
-            return f" or {quoted}" if quoted else ""
-        return f"one of {quoted}" if len(self.words) > 1 else quoted
-
-    def accepts(self, value: Any, limits: Limits) -> bool:
-        """Whether ``value`` has the right type and lies in range."""
-        if isinstance(value, str):
-            return value in self.words
-        if self.kind is bool or isinstance(value, bool):
-            return self.kind is bool and isinstance(value, bool)
-        if self.kind is float:
-            return isinstance(value, int | float) and self.low < value <= (self.high or 0)
-        if self.kind is int:
-            high = limits.layers if self.high is None else self.high
-            return isinstance(value, int) and value >= self.low and (high is None or value <= high)
-        return False
-
-    def schema(self) -> dict[str, Any]:
-        """JSON Schema of one value."""
-        forms: list[dict[str, Any]] = [{"enum": list(self.words)}] if self.words else []
-        if self.kind is bool:
-            forms.insert(0, {"type": "boolean"})
-        elif self.kind is float:
-            forms.insert(0, {"type": "number", "exclusiveMinimum": self.low, "maximum": self.high})
-        elif self.kind is int:
-            bounds = {"minimum": self.low} | ({"maximum": self.high} if self.high else {})
-            forms.insert(0, {"type": "integer"} | bounds)
-        form = forms[0] if len(forms) == 1 else {"anyOf": forms}
-        return form | {"description": f"{self.help} ({self.unit}; {self.source})"}
-
-    def from_text(self, text: str) -> Any:
-        """A command-line word as a value of the right type; the text itself where it is not a number."""
-        try:
-            return self.kind(text) if self.kind in (int, float) else text
-        except ValueError:
-            return text
 
 
 def _field(default: Any, **spec: Any) -> Any:
@@ -262,6 +185,39 @@ class Policy:
         words=("slow_fast", "full"),
         mechanism="SFI",
         neutral="full",
+    )
+    sfi_selection: str = _field(
+        "fused",
+        help="how the entries that fast steps read are chosen (the others are controls)",
+        unit="rule",
+        source="SFI, Algorithm 2",
+        words=SELECTION_RULES,
+        mechanism="SFI",
+        tunes="decode",
+    )
+    sfi_budget: int | str = _field(
+        "server",
+        help="entries chosen per KV head at most; server is --sfi-selected",
+        unit="tokens",
+        source="SFI, section 5.1",
+        kind=int,
+        low=1,
+        bound="sfi_selected",
+        words=("server",),
+        mechanism="SFI",
+        tunes="decode",
+    )
+    sfi_window: int | str = _field(
+        "server",
+        help="last tokens that every fast step reads; server is --sfi-recent",
+        unit="tokens",
+        source="SFI, section 5.1",
+        kind=int,
+        low=1,
+        high=1 << 30,
+        words=("server",),
+        mechanism="SFI",
+        tunes="decode",
     )
     speculative: bool = _field(
         False,
@@ -391,11 +347,6 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
     if policy.tsp_rate != 1 and (problem := propagation_problem(policy.depth_cutoff, limits.tsp_layer)):
         raise PolicyError(f"fathom.tsp_rate {problem}; got {_shown(policy.tsp_rate)}", "tsp_rate")
-    if policy.decode == "slow_fast" and policy.speculative:
-        message = (
-            "fathom.decode: a request cannot decode slow and fast and be drafted for at once; legal together "
-        )
-        raise PolicyError(message + 'with "speculative": "full", got "slow_fast"', "decode")
     return policy.canonical()
 
 
@@ -474,7 +425,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy of requests that ask for none")
     for name, spec in SPECS.items():
         flag = "--" + name.replace("_", "-")
-        text = f"{spec.help}; {spec.legal()} (default: {_DEFAULTS[name]}; {spec.source})".replace("%", "%%")
+        text = f"{spec.help}; {spec.legal(Limits())} (default: {_DEFAULTS[name]}; {spec.source})".replace(
+            "%", "%%"
+        )
         if spec.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

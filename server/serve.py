@@ -322,7 +322,8 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
             profile.check(layers, face.profile)
             face.tsp_layer = profile.tsp_layer if face.tsp_layer is None else face.tsp_layer
         tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
-        face.learn(config.Limits(layers, span, {} if drafted else config.without_draft(), tsp_layer))
+        lacking = {} if drafted else config.without_draft()
+        face.learn(config.Limits(layers, span, lacking, tsp_layer, face.sfi.config.selected))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:
