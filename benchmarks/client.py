@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class Reply:
     """What one request gave. Times in seconds on this process's clock, from just before the request was sent.
 
     ttft: arrival of the first event that carries a choice. latency: arrival of the last one. events: how many
-    did; fewer than output_tokens means that some tokens came together. step: median time between two of them.
+    did; fewer than output_tokens means that some tokens came together.
     """
 
     prompt_tokens: int
@@ -34,7 +32,6 @@ class Reply:
     events: int
     text: str
     fathom: dict | None
-    step: float = 0.0
 
     @property
     def tpot(self) -> float:
@@ -84,9 +81,7 @@ async def _stream(client: httpx.AsyncClient, body: bytes) -> Reply:
     if not times or usage is None:
         raise BenchError(f"{client.base_url} ended a stream without tokens or usage")
     counts = usage["prompt_tokens"], usage["completion_tokens"]
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    step = statistics.median(gaps) if gaps else 0.0
-    return Reply(*counts, times[0], times[-1], len(times), "".join(text), fathom, step)
+    return Reply(*counts, times[0], times[-1], len(times), "".join(text), fathom)
 
 
 async def complete(

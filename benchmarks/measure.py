@@ -14,9 +14,9 @@ from fathom.benchmarks.prompts import TAIL, Cell, Prompts, Settings
 from fathom.benchmarks.servers import Server, wait_quiet
 from fathom.benchmarks.usage import Sampler, Usage
 
-METRICS = ("ttft", "tpot", "step", "e2e")
-"""Seconds of one turn: mean time to first token, mean time per output token and mean of the median time between two
-events over the batch's requests, and the time until the last of them has ended."""
+METRICS = ("ttft", "tpot", "e2e")
+"""Seconds of one turn: mean time to first token and mean time per output token over the batch's requests, and
+the time until the last of them has ended."""
 
 _WARMUP_OUTPUT = 4
 
@@ -36,7 +36,6 @@ class Turn:
         self.metrics = {
             "ttft": sum(reply.ttft for reply in self.replies) / n,
             "tpot": sum(reply.tpot for reply in self.replies) / n,
-            "step": sum(reply.step for reply in self.replies) / n,
             "e2e": max(reply.latency for reply in self.replies),
         }
 

@@ -86,14 +86,17 @@ def _scoring(turns: list[Turn]) -> float | None:
     return spent / sum(max(reply.ttft for reply in turn.replies) for turn in turns) if spent else None
 
 
-def _counted(turns: list[Turn]) -> dict[str, float | None]:
+def _counted(turns: list[Turn], settings: Settings) -> dict[str, float | None]:
     """What the answers' accounts say of the steps."""
     slow, fast, drafted, stood = _counts(turns, "slow_steps", "fast_steps", "draft_tokens", "accepted_tokens")
+    whole, quick = _counts(turns, "decode_seconds", "fast_seconds")
     return {
         "kv_reported": _reported(turns),
-        "scoring": _scoring(turns),
+        "scoring": None if settings.cached else _scoring(turns),
         "slow_share": slow / (slow + fast) if fast else None,
         "accepted": stood / drafted if drafted else None,
+        "fast_seconds": quick / fast if fast else None,
+        "slow_seconds": (whole - quick) / slow if slow and whole else None,
     }
 
 
@@ -121,7 +124,7 @@ def _expected(
             found["appendix_e"] = appendix_e(model, draft, rate, cell.prompt)
         if policy.speculative:
             found["tpot"] = found["tpot_kv"] = None
-    return found | _counted(turns)
+    return found | _counted(turns, settings)
 
 
 def predictions(
@@ -134,8 +137,9 @@ def predictions(
     the answers report it. None where the model has none: TTFT with a cached prefix or a draft of unknown shape,
     TPOT with drafting, everything with a keep rate that is found per prompt and for a trained model's answers.
 
-    Shares, from the answers' accounts: `scoring` of FastKV in the time to first token, `slow_share` of the decode
-    steps, `accepted` of the drafted tokens; None where there were none.
+    From the answers' accounts, None where there is nothing: the shares of FastKV's `scoring` in the time to first
+    token, of slow steps (`slow_share`) and of drafted tokens that stood (`accepted`); seconds of a fast step and of
+    another one.
     """
     ours = [variant for variant in variants if variant.engine == "fathom"]
     policies = [variant for variant in ours if not variant.dense]

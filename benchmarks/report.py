@@ -23,7 +23,7 @@ SCHEMA = 1
 BUSY = 0.05
 """Share of the machine used by others from which a run says so."""
 
-_UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "step": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
+_UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
 
 
 def cpu_model() -> str:
@@ -188,17 +188,8 @@ def _reached(measured: dict[str, float], expected: float | None) -> str:
 
 _SAVED = (
     *("prompt", "batch", "ratio", "TTFT", "by FLOPs", "reached", "Appendix E", "reached"),
-    *(
-        "TPOT",
-        "by bytes",
-        "reached",
-        "by KV bytes",
-        "KV held",
-        "by plan",
-        "scoring",
-        "slow steps",
-        "accepted",
-    ),
+    *("TPOT", "by bytes", "reached", "by KV bytes", "KV held", "by plan"),
+    *("scoring", "slow steps", "accepted", "fast (ms)", "slow (ms)"),
 )
 
 
@@ -214,8 +205,25 @@ def _predictions(report: dict) -> list[str]:
             shown += [_spread(tpot, 1.0, 2), _number(expected["tpot"]), _reached(tpot, expected["tpot"])]
             shown += [_number(expected[name]) for name in ("tpot_kv", "kv_reported", "kv")]
             shown += [_number(expected[name], ".1%") for name in ("scoring", "slow_share", "accepted")]
+            steps = [expected["fast_seconds"], expected["slow_seconds"]]
+            shown += [_number(1e3 * value if value else None, ".1f") for value in steps]
             rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *shown])
     return ["", *_table(list(_SAVED), rows)] if rows else []
+
+
+def _growth(cells: list[dict]) -> list[str]:
+    """How the time of a fast step grows with the prompt."""
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for cell in cells:
+        for pair, values in cell.get("predictions", {}).items():
+            if took := values["fast_seconds"]:
+                found.setdefault((pair, cell["batch"]), []).append((cell["prompt_tokens"], took))
+    return [
+        f"Fast steps of {pair.split('/')[1]}, batch {batch}: "
+        + ", ".join(f"{1e3 * took:.1f} ms at {prompt} (x {took / times[0][1]:.2f})" for prompt, took in times)
+        for (pair, batch), times in found.items()
+        if len(times) > 1
+    ]
 
 
 def notes(report: dict) -> list[str]:
@@ -226,6 +234,7 @@ def notes(report: dict) -> list[str]:
         f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
         f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
     ]
+    lines += _growth(report["cells"])
     for prompt, shares in (report.get("draft_shares") or {}).items():
         lines.append(
             f"FLOPs of the target's prefill at {prompt} tokens: {shares['computed']:.1f} times the draft's; "

@@ -20,6 +20,8 @@ class Account:
     prefill_tokens: int = 0  # prompt tokens computed by the target, re-prefills after a retraction included
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
     decode_steps: int = 0
+    decode_seconds: float = 0.0  # of the engine's steps that only decoded, whatever the batch
+    fast_seconds: float = 0.0  # of these, in its fast steps
     kv_bytes: int = 0  # KV held when last seen
     kv_bytes_dense: int = 0  # what the same tokens would have held at all depths
     kv_bytes_peak: int = 0  # most KV held at once, while what stays of a prompt was beside all of it
@@ -113,6 +115,11 @@ class RequestLedger:
         account.hold(held)
         self.totals["decode_steps"] += 1
 
+    def timed(self, account: Account, seconds: float, fast: bool) -> None:
+        """A step in which all requests decoded took so long; it was a fast one for this request or not."""
+        account.decode_seconds += seconds
+        account.fast_seconds += seconds * fast
+
     def scored(self, account: Account, seconds: float) -> None:
         """FastKV has chosen from the request's complete prompt."""
         account.scoring_seconds += seconds
@@ -158,6 +165,8 @@ class RequestLedger:
             "decode_steps": account.decode_steps,
             "slow_steps": account.decode_steps - account.fast_steps,
             "fast_steps": account.fast_steps,
+            "decode_seconds": account.decode_seconds,
+            "fast_seconds": account.fast_seconds,
             "trigger_refreshes": account.trigger_refreshes,
             "timeout_refreshes": account.timeout_refreshes,
             "refresh_seconds": account.refresh_seconds,

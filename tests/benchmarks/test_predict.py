@@ -26,7 +26,8 @@ def every_mechanism_is_built(monkeypatch):
 
 
 def turn(name, held=50, dense=100, slow=1, fast=3, **more):
-    fathom = {"kv_bytes": held, "kv_bytes_dense": dense, "slow_steps": slow, "fast_steps": fast, **more}
+    fathom = {"kv_bytes": held, "kv_bytes_dense": dense, "slow_steps": slow, "fast_steps": fast}
+    fathom |= {"fast_seconds": fast / 4, "decode_seconds": fast / 4 + slow / 2, **more}
     reply = Reply(CELL.prompt, 32, ttft=1.0, latency=2.0, events=32, text="", fathom=fathom)
     return Turn(name, 0, [reply], Usage(*[0] * len(Usage.__dataclass_fields__)))
 
@@ -56,6 +57,7 @@ def of_plan(**mechanisms):
 def test_predictions_are_the_cost_models(policy, mechanisms):
     want = of_plan(**mechanisms)
     counted = {"kv_reported": 2, "slow_share": 0.25, "scoring": None, "accepted": None}
+    counted |= {"fast_seconds": 0.25, "slow_seconds": 0.5}
     ratios = {"ttft": want.ttft, "tpot": want.tpot, "tpot_kv": want.tpot_kv, "kv": want.kv}
     assert expected(policy) == ratios | counted | {"appendix_e": None}
     assert want.tpot < want.tpot_kv
@@ -78,6 +80,7 @@ def test_what_the_model_cannot_know_is_left_open():
     assert drafting["tpot"] is drafting["tpot_kv"] is None and drafting["ttft"] > 1
     automatic = expected({"prefill_keep_rate": "auto"})
     assert (automatic.pop("kv_reported"), automatic.pop("slow_share")) == (2, 0.25)
+    assert (automatic.pop("fast_seconds"), automatic.pop("slow_seconds")) == (0.25, 0.5)
     assert set(automatic.values()) == {None}
     trained = expected({"depth_cutoff": 12}, replace(SETTINGS, task="list"))
     assert trained["ttft"] is trained["tpot"] is None

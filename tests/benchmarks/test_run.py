@@ -136,7 +136,7 @@ def test_a_policy_is_a_further_server(tmp_path, monkeypatch, speed_is_built):
     assert expected["fathom/half"]["kv"] == pytest.approx(2 * 72 / (72 + 10))
     last = report.table(result).splitlines()[-1]
     assert last.startswith("| 64 | 2 | fathom/half | ")
-    assert last.endswith(" | 2.00 | 1.76 | – | – | – |")
+    assert last.endswith(" | 2.00 | 1.76 | – | – | – | – | – |")
 
 
 def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeypatch, speed_is_built):

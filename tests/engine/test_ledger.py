@@ -73,6 +73,16 @@ def test_the_time_of_scoring_is_kept_per_request_and_in_total():
     assert ledger.totals["scoring_seconds"] == 1.25
 
 
+def test_the_time_of_decode_steps_is_told_apart():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    account = ledger.open(request, {})
+    for seconds, fast in ((0.5, False), (0.25, True), (0.125, True)):
+        ledger.timed(account, seconds, fast)
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
+    assert (report["decode_seconds"], report["fast_seconds"]) == (0.875, 0.375)
+
+
 def test_an_account_dies_with_its_request():
     ledger = RequestLedger(KvShape(4, 100))
     request = Request()
