@@ -50,6 +50,7 @@ class Limits:
         span: consecutive layers that share one page table; a cutoff must be a multiple of it.
         lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
         tsp_layer: layers below FastKV's selection; 0 where the layers have no boundary for it, None while unknown.
+        sfi_selected: entries per KV head that a compact buffer of SFI's has room for beside the sink.
         presets: what each preset asks for; a model's profile may bring its own numbers.
     """
 
@@ -57,6 +58,7 @@ class Limits:
     span: int = 1
     lacking: Mapping[str, str] = field(default_factory=dict)
     tsp_layer: int | None = None
+    sfi_selected: int | None = None
     presets: Presets = field(default_factory=lambda: PRESETS)
 
     def why_not(self, mechanism: str) -> str | None:
@@ -268,12 +270,12 @@ def _shown(value: Any) -> str:
 
 
 def _illegal(name: str, value: Any, limits: Limits) -> PolicyError:
-    return PolicyError(f"fathom.{name} must be {SPECS[name].legal(limits.layers)}, got {_shown(value)}", name)
+    return PolicyError(f"fathom.{name} must be {SPECS[name].legal(limits)}, got {_shown(value)}", name)
 
 
 def _check(values: Mapping[str, Any], limits: Limits) -> None:
     for name, value in values.items():
-        if not SPECS[name].accepts(value, limits.layers):
+        if not SPECS[name].accepts(value, limits):
             raise _illegal(name, value, limits)
 
 
@@ -409,7 +411,7 @@ def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "help": spec.help,
-            "legal": spec.legal(limits.layers),
+            "legal": spec.legal(limits),
             "default": DEFAULTS[name],
             "unit": spec.unit,
             "source": spec.source,

@@ -1,10 +1,17 @@
-"""What a field of the policy means and which values are legal: one :class:`Spec` per field.
-
-Validation, error messages, the JSON schema, the command-line flags and their help all come from it.
-"""
+"""What one field of a policy means and which values of it are legal: the form of ``config.Policy``'s fields."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+
+class Bounds(Protocol):
+    """Upper bounds that depend on what is served; None while nothing is."""
+
+    @property
+    def layers(self) -> int | None: ...
+
+    @property
+    def sfi_selected(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,7 @@ class Spec:
         source: the paper's section or table that defines it.
         kind: type of a value that is not one of ``words``; None where only words are legal.
         low, high: bounds of a number. A float must be in (low, high], an int in [low, high].
+        bound: for an int without ``high``, the one of :class:`Bounds` that takes its place.
         words: string values.
         mechanism: what has to run unless the value is ``neutral``.
         neutral: the value that asks for nothing.
@@ -29,22 +37,23 @@ class Spec:
     kind: type | None = None
     low: float = 0
     high: float | None = None
+    bound: str = "layers"
     words: tuple[str, ...] = ()
     mechanism: str | None = None
     neutral: Any = None
     tunes: str | None = None
 
-    def legal(self, layers: int | None = None) -> str:
+    def legal(self, limits: Bounds) -> str:
         """The legal values in words, for messages and help."""
-        return self._numbers(layers) + self._or_words()
+        return self._numbers(limits) + self._or_words()
 
-    def _numbers(self, layers: int | None = None) -> str:
+    def _numbers(self, limits: Bounds) -> str:
         if self.kind is bool:
             return "true or false"
         if self.kind is float:
             return f"in ({self.low:g}, {self.high:g}]"
         if self.kind is int:
-            high = layers if self.high is None else self.high
+            high = getattr(limits, self.bound) if self.high is None else self.high
             return f"an integer in [{self.low:g}, {high:g}]" if high else f"an integer >= {self.low:g}"
         return ""
 
@@ -54,7 +63,7 @@ class Spec:
             return f" or {quoted}" if quoted else ""
         return f"one of {quoted}" if len(self.words) > 1 else quoted
 
-    def accepts(self, value: Any, layers: int | None = None) -> bool:
+    def accepts(self, value: Any, limits: Bounds) -> bool:
         """Whether ``value`` has the right type and lies in range."""
         if isinstance(value, str):
             return value in self.words
@@ -63,7 +72,7 @@ class Spec:
         if self.kind is float:
             return isinstance(value, int | float) and self.low < value <= (self.high or 0)
         if self.kind is int:
-            high = layers if self.high is None else self.high
+            high = getattr(limits, self.bound) if self.high is None else self.high
             return isinstance(value, int) and value >= self.low and (high is None or value <= high)
         return False
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from fathom.runtime.config import Choice, Limits, Policy, choose
 from fathom.runtime.sfi.options import SfiOptions
+from fathom.server.history import History
 
-PRIVATE_KEYS = frozenset({"first_token_time"})
+PRIVATE_KEYS = frozenset({"first_token_time", "staircase"})
 """Keys of the scheduler's report that are not for clients."""
 
 
@@ -26,6 +27,7 @@ class Face:
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         sfi: how requests decode slow and fast.
+        history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
     """
 
@@ -37,6 +39,7 @@ class Face:
     profile: Path | None = None
     propagation_buffer: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
+    history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:

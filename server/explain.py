@@ -19,6 +19,7 @@ from fathom.server.checks import StartError
 from fathom.server.picture import Staircase
 from fathom.server.profile import Profile
 from fathom.server.serve import DEFAULT_PROPAGATION_BUFFER, DEMO_TUNINGS, Parser
+from fathom.server.units import flops, size
 
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.
@@ -216,7 +217,8 @@ def _limits(options: argparse.Namespace, layers: int, drafted: bool) -> config.L
         tsp_layer = profile.tsp_layer if tsp_layer is None else tsp_layer
         presets = profile.over(PRESETS)
     lacking = {} if drafted else config.without_draft()
-    return config.Limits(layers, span, lacking, choose_tsp_layer(layers, span, tsp_layer) or 0, presets)
+    tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
+    return config.Limits(layers, span, lacking, tsp_layer, presets=presets)
 
 
 def figures(case: Case) -> dict[str, Any]:
@@ -257,24 +259,6 @@ def _costs(case: Case, plan: cost.CostPlan) -> dict[str, Any]:
         "kv_bytes": sum(held),
         "compact_bytes": cost.packed_bytes(case.shape, plan),
     }
-
-
-def flops(value: float) -> str:
-    """FLOPs in the largest unit that leaves a digit before the point."""
-    if value == 0:
-        return "0"
-    for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if value >= unit:
-            return f"{value / unit:.2f} {name}"
-    return f"{value / 1e6:.2f} MFLOP"
-
-
-def size(value: float) -> str:
-    """Bytes in the largest binary unit that leaves a digit before the point."""
-    for shift, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 1 << shift:
-            return f"{value / (1 << shift):.2f} {name}"
-    return f"{value:.0f} B"
 
 
 def report(case: Case, found: dict[str, Any]) -> str:

@@ -12,9 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy of requests that ask for none")
     for name, spec in config.SPECS.items():
         flag = "--" + name.replace("_", "-")
-        text = f"{spec.help}; {spec.legal()} (default: {config.DEFAULTS[name]}; {spec.source})".replace(
-            "%", "%%"
-        )
+        default, legal = config.DEFAULTS[name], spec.legal(config.Limits())
+        text = f"{spec.help}; {legal} (default: {default}; {spec.source})".replace("%", "%%")
         if spec.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime.config import SPECS
+from fathom.runtime.config import SPECS, Limits
 from fathom.runtime.presets import EXACT, PRESETS, Presets
 from fathom.server.checks import StartError
 
@@ -84,8 +84,8 @@ def _preset_problem(presets: Any) -> str:
             if name not in SPECS or name == "preset":
                 return f"presets.{preset}.{name} is not a policy field"
             share = name == "depth_cutoff" and isinstance(value, float) and 0 < value < 1
-            if not share and not SPECS[name].accepts(value):
-                legal = SPECS[name].legal() + (
+            if not share and not SPECS[name].accepts(value, Limits()):
+                legal = SPECS[name].legal(Limits()) + (
                     ", or a share of the layers in (0, 1)" * (name == "depth_cutoff")
                 )
                 return f"presets.{preset}.{name} must be {legal}, got {json.dumps(value)}"

@@ -186,7 +186,7 @@ def test_the_schema_agrees_with_the_validator(name, value):
     if isinstance(value, float) and value.is_integer():
         return  # JSON Schema counts 8.0 as an integer
     valid = jsonschema.Draft202012Validator(schema).is_valid(value)
-    assert valid == config.SPECS[name].accepts(value)
+    assert valid == config.SPECS[name].accepts(value, Limits())
 
 
 def test_flags_come_from_the_fields():
@@ -195,7 +195,7 @@ def test_flags_come_from_the_fields():
     text = " ".join(parser.format_help().split())
     for name, spec in config.SPECS.items():
         assert "--" + name.replace("_", "-") in text
-        assert " ".join(spec.legal().split()) in text
+        assert " ".join(spec.legal(Limits()).split()) in text
     assert flags.asked_by(parser.parse_args([])) == {}
     with pytest.raises(PolicyError, match=r"^--tsp-rate must be in \(0, 1\], got 3.0$"):
         flags.asked_by(parser.parse_args(["--tsp-rate", "3"]))

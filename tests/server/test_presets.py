@@ -28,7 +28,7 @@ def test_the_data_holds_legal_values():
     assert list(PRESETS) == list(SPECS["preset"].words)
     for values in PRESETS.values():
         for name, value in values.items():
-            assert SPECS[name].accepts(value) or (name == "depth_cutoff" and 0 < value < 1)
+            assert SPECS[name].accepts(value, Limits()) or (name == "depth_cutoff" and 0 < value < 1)
 
 
 @pytest.mark.parametrize(
