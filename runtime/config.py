@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_problem
 from fathom.runtime.presets import EXACT, PRESETS, Presets, boundary
+from fathom.runtime.sfi.rules import SELECTION_RULES
 from fathom.runtime.spec import Spec
 
 MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill", "drafting"})
@@ -189,6 +190,39 @@ class Policy:
         mechanism="SFI",
         neutral="full",
     )
+    sfi_selection: str = _field(
+        "fused",
+        help="how the entries that fast steps read are chosen (the others are controls)",
+        unit="rule",
+        source="SFI, Algorithm 2",
+        words=SELECTION_RULES,
+        mechanism="SFI",
+        tunes="decode",
+    )
+    sfi_budget: int | str = _field(
+        "server",
+        help="entries chosen per KV head at most; server is --sfi-selected",
+        unit="tokens",
+        source="SFI, section 5.1",
+        kind=int,
+        low=1,
+        bound="sfi_selected",
+        words=("server",),
+        mechanism="SFI",
+        tunes="decode",
+    )
+    sfi_window: int | str = _field(
+        "server",
+        help="last tokens that every fast step reads; server is --sfi-recent",
+        unit="tokens",
+        source="SFI, section 5.1",
+        kind=int,
+        low=1,
+        high=1 << 30,
+        words=("server",),
+        mechanism="SFI",
+        tunes="decode",
+    )
     speculative: bool = _field(
         False,
         help="draft tokens with the draft model and verify them",
@@ -300,11 +334,6 @@ def _possible(policy: Policy, limits: Limits) -> Policy:
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
     if policy.tsp_rate != 1 and (problem := propagation_problem(policy.depth_cutoff, limits.tsp_layer)):
         raise PolicyError(f"fathom.tsp_rate {problem}; got {_shown(policy.tsp_rate)}", "tsp_rate")
-    if policy.decode == "slow_fast" and policy.speculative:
-        message = (
-            "fathom.decode: a request cannot decode slow and fast and be drafted for at once; legal together "
-        )
-        raise PolicyError(message + 'with "speculative": "full", got "slow_fast"', "decode")
     return policy
 
 

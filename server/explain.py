@@ -14,6 +14,7 @@ from fathom.runtime import config, cost
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
+from fathom.runtime.sfi.config import SfiConfig
 from fathom.server import checks, picture
 from fathom.server.checks import StartError
 from fathom.server.picture import Staircase
@@ -156,13 +157,15 @@ def case_of(options: argparse.Namespace) -> Case:
     if buffer is None:
         buffer = min(DEFAULT_PROPAGATION_BUFFER, context or DEFAULT_PROPAGATION_BUFFER)
     try:
-        limits = _limits(options, shape.layers, draft is not None)
+        sfi = sfi_options.from_arguments(options).config
+        limits = _limits(options, shape.layers, draft is not None, sfi.selected)
         choice = config.choose(asked, None, limits, DEMO_TUNINGS if demo else None)
-        slow_fast = _slow_fast(options)
+        slow_fast = _slow_fast(sfi, choice.policy, options.slow_share)
         run = replace(choice.policy, tsp_rate=1.0) if prompt > buffer else choice.policy
         plan = cost.policy_plan(
             run, shape.layers, prompt, draft=draft, tsp_layer=limits.tsp_layer, slow_fast=slow_fast
         )
+        plan = replace(plan, packed=sfi.sink + sfi.selected if plan.packed else 0)  # a buffer has one size
     except (PlanError, ValueError) as error:  # a PolicyError too
         raise StartError(str(error)) from None
     notes = _notes_on(choice.policy, prompt, buffer, slow_fast)
@@ -174,10 +177,14 @@ def case_of(options: argparse.Namespace) -> Case:
     return Case(shape, draft, limits, choice, plan, *sizes, tuple(notes))
 
 
-def _slow_fast(options: argparse.Namespace) -> cost.SlowFast:
-    sfi = sfi_options.from_arguments(options).config
-    share = 1 / (sfi.refresh_budget + 1) if options.slow_share is None else options.slow_share
-    return cost.SlowFast(share, sfi.sink, sfi.recent, sfi.selected)
+def _slow_fast(sfi: SfiConfig, policy: config.Policy, slow_share: float | None) -> cost.SlowFast:
+    """What fast steps read: the server's numbers, or those of the request."""
+    selected, recent = (
+        own if isinstance(own, int) else numbers
+        for own, numbers in ((policy.sfi_budget, sfi.selected), (policy.sfi_window, sfi.recent))
+    )
+    share = 1 / (sfi.refresh_budget + 1) if slow_share is None else slow_share
+    return cost.SlowFast(share, sfi.sink, recent, selected)
 
 
 def _notes_on(policy: config.Policy, prompt: int, buffer: int, slow_fast: cost.SlowFast) -> list[str]:
@@ -209,7 +216,7 @@ def _notes_on(policy: config.Policy, prompt: int, buffer: int, slow_fast: cost.S
     return notes
 
 
-def _limits(options: argparse.Namespace, layers: int, drafted: bool) -> config.Limits:
+def _limits(options: argparse.Namespace, layers: int, drafted: bool, selected: int) -> config.Limits:
     span, tsp_layer, presets = choose_span(layers, options.depth_span), options.tsp_layer, PRESETS
     if options.profile is not None:
         profile = Profile.read(options.profile)
@@ -218,7 +225,7 @@ def _limits(options: argparse.Namespace, layers: int, drafted: bool) -> config.L
         presets = profile.over(PRESETS)
     lacking = {} if drafted else config.without_draft()
     tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
-    return config.Limits(layers, span, lacking, tsp_layer, presets=presets)
+    return config.Limits(layers, span, lacking, tsp_layer, selected, presets)
 
 
 def figures(case: Case) -> dict[str, Any]:

@@ -326,7 +326,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
             presets = profile.over(PRESETS)
         tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
         lacking = {} if drafted else config.without_draft()
-        face.learn(config.Limits(layers, span, lacking, tsp_layer, presets=presets))
+        face.learn(config.Limits(layers, span, lacking, tsp_layer, face.sfi.config.selected, presets))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:

@@ -129,13 +129,15 @@ class FathomWorker(TpModelWorker):
             self.draft_side.read_prefill(batch)
             self.proposals = propose_ahead(batch, self.draft_side, self.tails)
         elif batch.forward_mode.is_decode():
-            if not slow_fast.concerns(batch):
-                self.proposals = propose(batch, self.draft_side, self.tails)
+            stretches = slow_fast.stretches(self.slow_fast, batch)
+            self.proposals = propose(batch, self.draft_side, self.tails, stretches)
             self.draft_side.catch_up(batch)
 
     @contextmanager
     def phases(self, batch: ScheduleBatch) -> Iterator[None]:
-        with slow_fast.phases(self.slow_fast, batch, self.model_runner) as self.outcomes:
+        verified = self.proposals if batch.forward_mode.is_decode() else []
+        drafted = {proposal.index: len(proposal.tokens) for proposal in verified}
+        with slow_fast.phases(self.slow_fast, batch, self.model_runner, drafted) as self.outcomes:
             yield
 
     def forward(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:

@@ -14,7 +14,7 @@ from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 from fathom.server import flags
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
-LIMITS = Limits(layers=16, span=4)
+LIMITS = Limits(layers=16, span=4, sfi_selected=500)
 
 
 @pytest.fixture
@@ -35,12 +35,13 @@ LEGAL = {
     "kv_retention_rate": rates,
     "retention_policy": st.sampled_from(list(RETENTION_POLICIES)),
     "decode": st.sampled_from(["slow_fast", "full"]),
+    "sfi_selection": st.sampled_from(["fused", "frozen", "random", "none"]),
+    "sfi_budget": st.integers(1, 500) | st.just("server"),
+    "sfi_window": st.integers(1, 10000) | st.just("server"),
     "speculative": st.booleans(),
     "draft_tokens": st.integers(1, 16),
 }
-requests = st.fixed_dictionaries({}, optional=LEGAL).filter(
-    lambda request: request.get("decode") != "slow_fast" or not request.get("speculative")
-)
+requests = st.fixed_dictionaries({}, optional=LEGAL)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -216,9 +217,12 @@ def test_what_the_model_lacks_is_refused_with_the_reason():
     assert parse({"depth_cutoff": 16}, Policy(), lacking) == Policy()
 
 
-def test_slow_fast_steps_are_not_drafted_for(every_mechanism):
-    with pytest.raises(PolicyError, match=r'fathom\.decode: .* legal together with "speculative": "full"'):
-        parse({"decode": "slow_fast", "speculative": True}, Policy(), LIMITS)
+def test_what_fast_steps_read_is_bounded_by_the_compact_buffers(every_mechanism):
+    policy = parse({"decode": "slow_fast", "sfi_budget": 500, "sfi_window": 9000}, Policy(), LIMITS)
+    assert (policy.sfi_budget, policy.sfi_window) == (500, 9000)
+    with pytest.raises(PolicyError, match=r'^fathom\.sfi_budget must be .* \[1, 500\] or "server", got 501$'):
+        parse({"decode": "slow_fast", "sfi_budget": 501}, Policy(), LIMITS)
+    assert parse({"sfi_budget": 5}, Policy(), LIMITS) == Policy()  # no effect without slow_fast
 
 
 @pytest.mark.parametrize(
