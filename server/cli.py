@@ -14,6 +14,7 @@ Long-context LLM inference on SGLang's scheduler.
 
 commands:
   serve     serve a model over HTTP        (fathom serve --help)
+  explain   what a policy drops and saves  (fathom explain --help)
   bench     measure against stock SGLang   (fathom bench --help)
   fidelity  what policies cost in answers  (fathom fidelity --help)
   soak      mixed policies under load      (fathom soak --help)
@@ -27,6 +28,12 @@ def _serve(argv: list[str]) -> NoReturn:
     from fathom.server.serve import main
 
     main(argv)
+
+
+def _explain(argv: list[str]) -> int:
+    from fathom.server.explain import main
+
+    return main(argv)
 
 
 def _bench(argv: list[str]) -> int:
@@ -62,6 +69,7 @@ def _version(argv: list[str]) -> int:
 
 COMMANDS = {
     "serve": _serve,
+    "explain": _explain,
     "bench": _bench,
     "fidelity": _fidelity,
     "soak": _soak,

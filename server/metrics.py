@@ -37,6 +37,7 @@ class Account:
         start: ``time.perf_counter()`` seconds when its HTTP request arrived.
         first_token: the same clock at its first token, by the scheduler; None until it reported.
         report: what the scheduler reported of it.
+        seen_tokens: output tokens that this process has had so far.
     """
 
     route: str
@@ -44,6 +45,7 @@ class Account:
     start: float
     first_token: float | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    seen_tokens: int = 0
 
 
 class RequestMetrics:

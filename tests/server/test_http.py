@@ -265,10 +265,8 @@ REFUSED = [
         {"fathom": {"speculative": True}},
         f"drafting is not available here ({NO_DRAFT}); legal: false, got true",
     ),
-    (
-        {"fathom": {"preset": "turbo"}},
-        'fathom.preset: "turbo" is not available in this build; legal: "exact"',
-    ),
+    ({"fathom": {"preset": "fast"}}, 'fathom.preset must be one of "exact", "balanced", "turbo", got "fast"'),
+    ({"fathom": {"preset": "turbo", "speculative": True}}, f"drafting is not available here ({NO_DRAFT})"),
     ({"fathom": {"depth": 3}}, "fathom.depth is not a policy field; legal fields: preset, "),
     ({"fathom": 1}, "fathom must be an object, got 1"),
     ({"sampling_params": {"custom_params": {"fathom": {}}}}, "custom_params.fathom is reserved"),
