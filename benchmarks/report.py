@@ -104,7 +104,7 @@ def _same_text(turns: list[Turn], first: str, second: str) -> dict[str, int]:
 
 
 def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str], bases: set[str]) -> dict:
-    """One cell: summaries per variant, ratios and equal texts per pair that begins with a base, and the raw turns."""
+    """One cell: summaries per variant, ratios and equal texts per pair of a base and another, and the raw turns."""
     summary = {
         name: {
             **{metric: stats.summary(_values(turns, name, metric)) for metric in METRICS},
