@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from fathom.benchmarks import vllm_env
@@ -52,14 +54,16 @@ def _shape(text: str) -> dict[str, int]:
     return {name: token_count(value) for name, value in found.items()}
 
 
-def _policy(text: str) -> Variant:
+def named_policy(text: str, taken: Collection[str] = ()) -> Variant:
+    """NAME=JSON as a Fathom server's variant whose name is not `taken`. argparse's error says what is wrong."""
     name, value = _assignment(text)
     try:
         policy = json.loads(value)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
-    if name in KNOWN or not isinstance(policy, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a new name and a JSON object")
+    if name in taken or not isinstance(policy, dict):
+        reserved = f" (not {', '.join(taken)})" if taken else ""
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a new name{reserved} and a JSON object")
     return with_body(name, policy)
 
 
@@ -74,7 +78,7 @@ def _add_compared(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--policy",
-        type=_policy,
+        type=partial(named_policy, taken=KNOWN),
         action="append",
         default=[],
         metavar="NAME=JSON",
@@ -124,7 +128,7 @@ def _add_model(p: argparse.ArgumentParser) -> None:
     add(
         "--poor-draft",
         metavar="NAME=JSON",
-        type=_policy,
+        type=partial(named_policy, taken=KNOWN),
         help="a further variant as with --policy, with a copy of --draft that has random weights",
     )
     add("--task", choices=TASKS, default="list", help="of the questions for --model (default: %(default)s)")

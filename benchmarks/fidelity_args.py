@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from fathom.benchmarks.args import token_count
+from fathom.benchmarks.args import named_policy, token_count
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.variants import Variant, with_body, with_flags
 from fathom.demo.corpus import TASKS
@@ -46,19 +46,6 @@ class Grid:
         return list(found.values())
 
 
-def _policy(text: str) -> Variant:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=JSON")
-    try:
-        policy = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
-    if name == BASELINE or not isinstance(policy, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name other than exact and a JSON object")
-    return with_body(name, policy)
-
-
 def _names(text: str) -> list[str]:
     return text.split(",")
 
@@ -71,7 +58,7 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("what is asked").add_argument
     add(
         "--policy",
-        type=_policy,
+        type=partial(named_policy, taken=(BASELINE,)),
         action="append",
         default=[],
         metavar="NAME=JSON",

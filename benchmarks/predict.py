@@ -15,10 +15,16 @@ from fathom.benchmarks.model import Shape, config_json
 from fathom.benchmarks.prompts import Cell, Settings
 from fathom.benchmarks.variants import Variant
 from fathom.runtime import config, cost
+from fathom.runtime.plan import choose_span, choose_tsp_layer
 
 
 def _policy(variant: Variant, shape: Shape) -> config.Policy:
-    return config.parse(variant.policy, config.Policy(), config.Limits(shape.layers))
+    return config.choose(variant.policy, None, _limits(shape)).policy
+
+
+def _limits(shape: Shape) -> config.Limits:
+    span = choose_span(shape.layers, None)
+    return config.Limits(shape.layers, span, {}, choose_tsp_layer(shape.layers, span, None) or 0)
 
 
 def _draft(variant: Variant) -> cost.ModelShape | None:
@@ -115,7 +121,14 @@ def _expected(
     rate = policy.prefill_keep_rate
     if not isinstance(rate, str) and not settings.task:
         slow_fast = _slow_fast(policy, turns) if policy.decode == "slow_fast" else cost.SlowFast()
-        plan = cost.policy_plan(policy, shape.layers, cell.prompt, draft=draft, slow_fast=slow_fast)
+        plan = cost.policy_plan(
+            policy,
+            shape.layers,
+            cell.prompt,
+            draft=draft,
+            tsp_layer=_limits(shape).tsp_layer,
+            slow_fast=slow_fast,
+        )
         model = cost.ModelShape.from_config(config_json(shape))
         found |= asdict(cost.predict(model, plan, settings.output, cell.batch))
         if settings.cached or (rate < 1 and draft is None):

@@ -147,31 +147,42 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for d in range(head_dim):
                     q[r, d] = query[b, r % window, head[i] * group + r // window, d] * scale
             scores = np.empty((rows, block), np.float32)
-            wide_k = np.empty(head_dim, np.float32)
-            wide_v = np.empty(value_dim, np.float32)
             acc = np.zeros((rows, value_dim), np.float32)
             top = np.full(rows, -np.inf, np.float32)
             total = np.zeros(rows, np.float32)
             paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
             keep = paged and evidence_row[b] >= 0
             keys, key_step, values, value_step = pool if paged else compact
+            slots, last = table[line], stop[i] - 1
             for begin in range(start[i], stop[i], block):
                 n = min(block, stop[i] - begin)
-                for t in range(n):
-                    slot = (table[line, begin + t] if paged else begin + t) * key_step
-                    for d in range(head_dim):
-                        wide_k[d] = to_float32(keys[slot, h, d])
+                # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
+                for t in range(0, n, 4):
+                    e0, e1 = begin + t, min(begin + t + 1, last)
+                    e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
+                    k0 = keys[(slots[e0] if paged else e0) * key_step, h]
+                    k1 = keys[(slots[e1] if paged else e1) * key_step, h]
+                    k2 = keys[(slots[e2] if paged else e2) * key_step, h]
+                    k3 = keys[(slots[e3] if paged else e3) * key_step, h]
                     for r in range(rows):
-                        dot = np.float32(0)
+                        q_row, score = q[r], scores[r]
+                        dot0 = dot1 = dot2 = dot3 = np.float32(0)
                         for d in range(head_dim):
-                            dot += q[r, d] * wide_k[d]
-                        scores[r, t] = dot
+                            x = q_row[d]
+                            dot0 += x * to_float32(k0[d])
+                            dot1 += x * to_float32(k1[d])
+                            dot2 += x * to_float32(k2[d])
+                            dot3 += x * to_float32(k3[d])
+                        score[t] = dot0
+                        score[t + 1] = dot1
+                        score[t + 2] = dot2
+                        score[t + 3] = dot3
                 if keep:
                     # A loop of its own: within the loop above, LLVM would not vectorise it.
                     for t in range(n):
                         square = np.float32(0)
                         for d in range(head_dim):
-                            x = to_float32(keys[table[line, begin + t] * key_step, h, d])
+                            x = to_float32(keys[slots[begin + t] * key_step, h, d])
                             square += x * x
                         norms[kept, h, begin + t] = math.sqrt(square)
                 for r in range(rows):
@@ -185,8 +196,7 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     for t in range(n):
                         new_top = max(new_top, scores[r, t])
                     if new_top == -np.inf:
-                        for t in range(n):
-                            scores[r, t] = np.float32(0)
+                        scores[r] = 0
                         continue
                     if new_top > top[r]:
                         rescale = np.float32(math.exp(top[r] - new_top))
@@ -200,14 +210,24 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                         scores[r, t] = weight
                         block_total += weight
                     total[r] += block_total
-                for t in range(n):
-                    slot = (table[line, begin + t] if paged else begin + t) * value_step
-                    for d in range(value_dim):
-                        wide_v[d] = to_float32(values[slot, h, d])
+                    scores[r, n : n + -n % 4] = 0
+                for t in range(0, n, 4):
+                    e0, e1 = begin + t, min(begin + t + 1, last)
+                    e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
+                    v0 = values[(slots[e0] if paged else e0) * value_step, h]
+                    v1 = values[(slots[e1] if paged else e1) * value_step, h]
+                    v2 = values[(slots[e2] if paged else e2) * value_step, h]
+                    v3 = values[(slots[e3] if paged else e3) * value_step, h]
                     for r in range(rows):
-                        weight = scores[r, t]
+                        sums, score = acc[r], scores[r]
+                        w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]
                         for d in range(value_dim):
-                            acc[r, d] += weight * wide_v[d]
+                            sums[d] += (
+                                w0 * to_float32(v0[d])
+                                + w1 * to_float32(v1[d])
+                                + w2 * to_float32(v2[d])
+                                + w3 * to_float32(v3[d])
+                            )
             partial[i], partial_max[i], partial_sum[i] = acc, top, total
 
         output, lse = results

@@ -16,10 +16,12 @@ from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_se
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
 from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
 from fathom.runtime.sfi.refresh import EvidenceRing, InOrder, RefreshExecutor
-from fathom.runtime.sfi.step import RefreshBatch, SfiStep, grant_evidence, plan_span, refresh_layer
-from fathom.runtime.sfi.trigger import CAUSES, PhaseState
+from fathom.runtime.sfi.rules import FROZEN, NONE, RANDOM, Reading
+from fathom.runtime.sfi.step import Reads, RefreshBatch, SfiStep, grant_evidence, plan_span, refresh_layer
+from fathom.runtime.sfi.trigger import CAUSES, PhaseState, Stretch
 
 MIB = 1 << 20
+AS_SERVED = Reading()
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a decode step.
+    """One request of a decode step.
 
     Attributes:
         row: the engine's request row.
         length: tokens of the request, the one that this step reads included.
         tokens: what the request has generated so far, the token that this step reads included; None for a request
             that always reads everything.
+        drafted: tokens that were drafted after these; they are query rows behind the request's own.
+        reading: what its fast steps read.
     """
 
     row: int
     length: int
     tokens: Sequence[int] | None
+    drafted: int = 0
+    reading: Reading = AS_SERVED
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,9 @@ class SlowFast:
         self.start = torch.full((shape.rows,), -1, dtype=torch.int64)
         self.held = torch.full((self.spans, shape.rows), -1, dtype=torch.int64)
         self.refreshed = torch.zeros(shape.rows, dtype=torch.bool)
+        self.frozen = torch.zeros(shape.rows, dtype=torch.bool)
+        # Columns: recent tokens, entries to choose, seed of a choice at random or -1.
+        self.reading = torch.zeros(shape.rows, 3, dtype=torch.int64)
         self.seen: dict[int, int] = {}  # by row: generated tokens that its phase accounts for
         self.totals = {"slow_steps": 0, "fast_steps": 0, "mixed_steps": 0, "dense_fallbacks": 0} | {
             f"{cause}_refreshes": 0 for cause in CAUSES
@@ -154,16 +163,27 @@ class SlowFast:
         for row in list(self.seen):
             self.drop(row)
 
-    def begin(self, entries: Sequence[Entry]) -> "Step":
-        """Plan a step for these rows, in the order of the batch."""
-        self._take_in([entry for entry in entries if entry.tokens is not None])
-        rows = torch.tensor([entry.row for entry in entries], dtype=torch.int64)
-        lengths = torch.tensor([entry.length for entry in entries])
-        alternates = torch.tensor([entry.tokens is not None for entry in entries])
-        return Step(self, rows, lengths, alternates)
+    def begin(self, entries: Sequence[Entry], segments: np.ndarray | None = None) -> "Step":
+        """Plan a step for these requests, in the order of the batch.
 
-    def _take_in(self, entries: Sequence[Entry]) -> None:
-        """Bring the phases up to the tokens that this step reads."""
+        Args:
+            segments: places of the requests among the segments of every span's table, counted from the end (-1 is
+                the last one); None for the last ``len(entries)`` ones.
+        """
+        self.take_in(entries)
+        return Step(self, entries, np.arange(-len(entries), 0) if segments is None else segments)
+
+    def stretch(self, row: int) -> Stretch | None:
+        """How far a request that was taken in goes on with fast steps; None where all its steps read everything."""
+        return None if self.start[row] < 0 else self.phases.stretch(row)
+
+    def take_in(self, entries: Sequence[Entry]) -> None:
+        """Bring the phases up to the tokens that this step reads; what is known already changes nothing."""
+        entries = [
+            entry
+            for entry in entries
+            if entry.tokens is not None and self.seen.get(entry.row) != len(entry.tokens)
+        ]
         old = [entry for entry in entries if entry.row in self.seen]
         fresh = [entry for entry in entries if entry.row not in self.seen]
         if old:
@@ -183,8 +203,20 @@ class SlowFast:
                 self.start[row] = -1 if start is None else start
                 self.totals["dense_fallbacks"] += start is None
             self.held[:, rows] = -1
+            self.frozen[rows] = torch.tensor([entry.reading.rule == FROZEN for entry in fresh])
+            self.reading[rows] = torch.tensor([self._numbers(entry.reading) for entry in fresh])
         for entry in entries:
             self.seen[entry.row] = len(entry.tokens)  # type: ignore[arg-type]
+
+    def _numbers(self, reading: Reading) -> tuple[int, int, int]:
+        """A row of :attr:`reading`."""
+        recent = self.config.recent if reading.recent is None else reading.recent
+        selected = self.config.selected
+        if reading.selected is not None:
+            selected = min(reading.selected, selected)
+        # The hash behind a choice at random takes a seed of 63 bits.
+        seed = reading.seed % (1 << 63) if reading.rule == RANDOM else -1
+        return recent, 0 if reading.rule == NONE else selected, seed
 
     def report(self) -> dict:
         """Buffers and counters (JSON-safe)."""
@@ -207,9 +239,10 @@ class SpanStep:
 
 
 class Step:
-    """One decode step of a batch; its rows are the last ``len(step)`` segments of every span's table.
+    """One decode step of a batch.
 
-    Use::
+    A request has one query row, and one for each token that was drafted after its own: such a row reads what the
+    request would read in the step that it stands for. Use::
 
         with executor.step():
             for each layer:
@@ -217,29 +250,37 @@ class Step:
         step.finish()
     """
 
-    def __init__(
-        self, state: SlowFast, rows: torch.Tensor, lengths: torch.Tensor, alternates: torch.Tensor
-    ) -> None:
+    def __init__(self, state: SlowFast, entries: Sequence[Entry], segments: np.ndarray) -> None:
         """
         Args:
-            rows, lengths: [batch] the engine's request rows, and tokens of each request.
-            alternates: [batch] bool, whether a row decodes slow and fast; the others always read everything.
+            segments: [len(entries)] as in :meth:`SlowFast.begin`.
         """
-        self.state = state
-        self.rows = rows
-        self.alternates = alternates
-        self.start = torch.where(alternates, state.start[rows], -1)
-        self.slow = ~alternates | (self.start < 0) | state.phases.slow(rows)
-        asking = self.slow & (self.start >= 0)
+        self.state, self.segments = state, segments
+        self.rows = torch.tensor([entry.row for entry in entries], dtype=torch.int64)
+        self.lengths = torch.tensor([entry.length for entry in entries])
+        self.alternates = torch.tensor([entry.tokens is not None for entry in entries])
+        self.start = torch.where(self.alternates, state.start[self.rows], -1)
+        self.slow = ~self.alternates | (self.start < 0) | state.phases.slow(self.rows)
+        settled = state.frozen[self.rows] & ~state.phases.stale(self.rows)
+        asking = self.slow & (self.start >= 0) & ~settled
         # No table is longer than its request.
-        room = state.ring.capacity(int(lengths[asking].max())) if asking.any() else 0
-        room = min(room, len(rows))
-        self.evidence = grant_evidence(self.slow, self.start, lengths, room, state.config)
+        room = state.ring.capacity(int(self.lengths[asking].max())) if asking.any() else 0
+        room = min(room, len(self.rows))
+        self.evidence = grant_evidence(asking, self.start, self.lengths, room, state.config)
+        self.refreshed = (self.evidence >= 0) | (self.slow & settled)
         self.capacity = int((self.evidence >= 0).sum())
+        self.at_random = bool((state.reading[self.rows, 2] >= 0).any())
+        counts = torch.tensor([1 + entry.drafted for entry in entries])
+        assert not (self.slow & (self.start >= 0) & (counts > 1)).any(), "a slow step has one row"
+        # Of each query row its request, and the rows of that request behind it.
+        self.owner = torch.arange(len(entries)).repeat_interleave(counts)
+        self.last = counts.cumsum(0) - 1
+        self.behind = self.last[self.owner] - torch.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
+        """Requests."""
         return len(self.rows)
 
     def attend(
@@ -251,21 +292,21 @@ class Step:
         entry: np.ndarray,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of each row's new token at one layer.
+        """Attention of the step's query rows at one layer.
 
         Args:
-            query: [batch, heads, head_dim].
+            query: [query rows, heads, head_dim], request after request.
             pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of the layer, the new
                 tokens' included.
             slots: [entries] int32 slots of the layer's span, segment after segment; entry: [segments + 1] where
-                each segment begins. The rows of this step are the last ``len(self)`` segments.
+                each segment begins.
 
         Returns:
-            [batch, heads, value_dim] float32.
+            [query rows, heads, value_dim] float32.
         """
         state, span = self.state, layer // self.state.shape.span
         if span not in self.spans:
-            self.spans[span] = self._plan(span, slots, entry[-len(self) - 1 :])
+            self.spans[span] = self._plan(span, slots, entry)
         plan = self.spans[span]
         keys, values = state.compact[layer]
         compact, evidence = (keys, values), None
@@ -275,46 +316,48 @@ class Step:
             query.contiguous().unsqueeze(1), pool, compact, plan.table, plan.step.plan, scale, evidence
         )
         if evidence is not None:
-            state.executor.submit(self._refresh(evidence, pool, compact, plan.table, plan.step.refresh))
+            state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))
         return output.squeeze(1)
 
     def _plan(self, span: int, slots: np.ndarray, entry: np.ndarray) -> SpanStep:
-        state, config = self.state, self.state.config
-        lengths = torch.from_numpy(np.diff(entry))
-        index = torch.arange(len(self))
+        state, owner = self.state, self.owner
+        offsets = entry[:-1][self.segments]
+        lengths = torch.from_numpy(entry[1:][self.segments] - offsets)
+        recent, selected, seed = state.reading[self.rows][owner].unbind(-1)
+        own = self.alternates[owner]
         step = plan_span(
-            index,
-            lengths,
-            self.slow,
-            self.start,
-            state.held[span, self.rows],
-            self.evidence,
+            owner,
+            lengths[owner] - self.behind,
+            self.slow[owner],
+            self.start[owner],
+            state.held[span, self.rows][owner],
+            self.evidence[owner],
             self.capacity,
             state.shape.kv_heads,
-            config,
+            state.config,
+            Reads(recent, selected, torch.where(own, seed, -1), self.lengths[owner]),
         )
         table = np.zeros((len(self), int(lengths.max())), np.int32)
-        for line, offset, (_, begin, end, *_) in zip(
-            table, entry.tolist(), step.plan.packed.tolist(), strict=False
-        ):
-            line[begin:end] = slots[offset + begin : offset + end]
+        for line, begin, end, *_ in step.plan.packed.tolist():
+            table[line, begin:end] = slots[offsets[line] + begin : offsets[line] + end]
         taken = step.refresh.rows[step.refresh.rows >= 0]
         width = int(lengths[taken].max()) if len(taken) else 1
         return SpanStep(step, torch.from_numpy(table), width)
 
     def _refresh(
         self,
+        layer: int,
         evidence: Evidence,
         pool: tuple[torch.Tensor, torch.Tensor],
         compact: tuple[torch.Tensor, torch.Tensor],
-        table: torch.Tensor,
-        batch: RefreshBatch,
+        plan: SpanStep,
     ) -> Callable[[], None]:
+        batch: RefreshBatch = plan.step.refresh
+        config, selector = self.state.config, self.state.options.selector
+
         def work() -> None:
             began = time.perf_counter()
-            refresh_layer(
-                evidence, pool, compact, table, batch, self.state.config, self.state.options.selector
-            )
+            refresh_layer(evidence, pool, compact, plan.table, batch, config, selector, layer, self.at_random)
             self.seconds += time.perf_counter() - began
 
         return work
@@ -323,21 +366,22 @@ class Step:
         """Take note of the step once all layers have run.
 
         Returns:
-            Per row what the step was, None for a row that always reads everything.
+            Per request what the step was, None for one that always reads everything.
         """
         state, rows = self.state, self.rows
-        refreshed = self.evidence >= 0
+        renewed = self.evidence >= 0
         causes = state.phases.cause(rows).tolist()
         for span, plan in self.spans.items():
-            state.held[span, rows] = torch.where(self.alternates, plan.step.held, state.held[span, rows])
-        state.refreshed[rows] = torch.where(self.alternates, refreshed, state.refreshed[rows])
+            held = plan.step.held[self.last]
+            state.held[span, rows] = torch.where(self.alternates, held, state.held[span, rows])
+        state.refreshed[rows] = torch.where(self.alternates, self.refreshed, state.refreshed[rows])
         state.refresh_seconds += self.seconds
         share = self.seconds / max(self.capacity, 1)
         found: list[Outcome | None] = []
-        for alternates, slow, renewed, start, cause in zip(
+        for alternates, slow, new, start, cause in zip(
             self.alternates.tolist(),
             self.slow.tolist(),
-            refreshed.tolist(),
+            renewed.tolist(),
             self.start.tolist(),
             causes,
             strict=True,
@@ -346,9 +390,9 @@ class Step:
                 found.append(None)
                 continue
             size = state.runs.shape.bytes if start >= 0 else 0
-            outcome = Outcome(not slow, CAUSES[cause] if renewed else None, share if renewed else 0.0, size)
+            outcome = Outcome(not slow, CAUSES[cause] if new else None, share if new else 0.0, size)
             state.totals["slow_steps" if slow else "fast_steps"] += 1
-            if renewed:
+            if new:
                 state.totals[f"{outcome.cause}_refreshes"] += 1
             found.append(outcome)
         fast = {outcome.fast for outcome in found if outcome is not None}

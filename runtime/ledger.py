@@ -6,6 +6,7 @@ crash in any stage cannot leak one.
 
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,9 @@ class Account:
     scoring_seconds: float = 0.0  # FastKV: the window's attention and the choices made from it
     kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
     deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
+    staircase: list[tuple[int, int]] | None = (
+        None  # per span, prompt tokens computed and entries kept per KV head; None for all
+    )
     draft_tokens: int = 0  # proposed by the draft model
     accepted_tokens: int = 0  # of these, the ones that stood
     longest_burst: int = 0  # most tokens put out by one step
@@ -53,6 +57,12 @@ class Account:
         """What the request holds now."""
         self.kv_bytes, self.kv_bytes_dense = held.bytes, held.dense
         self.kv_bytes_peak = max(self.kv_bytes_peak, held.bytes)
+
+    def climbed(self, computed: Sequence[int], kept: Sequence[int]) -> None:
+        """How many prompt tokens each span computed, and how many entries each of its KV heads keeps."""
+        self.staircase = [(int(c), int(k)) for c, k in zip(computed, kept, strict=True)]
+        self.kept_tokens, self.deep_tokens = round(sum(computed) / len(computed)), computed[-1]
+        self.retained_tokens = round(sum(kept) / len(kept))
 
 
 @dataclass(frozen=True)
@@ -182,5 +192,6 @@ class RequestLedger:
             "propagation_skipped": account.propagation_skipped,
             "scoring_seconds": account.scoring_seconds,
             "kv_bytes_dense": account.kv_bytes_dense,
+            "staircase": account.staircase,
             "first_token_time": account.first_token_time,
         }

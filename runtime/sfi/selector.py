@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.kernels.selector_scores import selector_scores
 from fathom.kernels.stable_top_k import stable_top_k
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
@@ -26,14 +27,38 @@ class Selection:
     counts: torch.Tensor
 
 
-def candidates(lengths: torch.Tensor, config: SfiConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def candidates(
+    lengths: torch.Tensor, config: SfiConfig, recent: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ranges [begin, end) of the candidate indices J (Eq. 2); empty ones have begin == end.
 
     Args:
         lengths: [requests] entries in the table, the current token included.
+        recent: [requests] recent tokens of each request; None for the configuration's number.
     """
-    end = (lengths - config.recent).clamp(min=0)
+    end = (lengths - (config.recent if recent is None else recent)).clamp(min=0)
     return torch.full_like(end, config.sink).minimum(end), end
+
+
+HEAD_SHIFT = 24
+"""Entries that a table of :func:`random_scores` may have: 2**24."""
+
+
+def random_scores(
+    seeds: torch.Tensor, lengths: torch.Tensor, layer: int, kv_heads: int, entries: int
+) -> torch.Tensor:
+    """Scores without any meaning: the control for what the Selector's are worth.
+
+    Args:
+        seeds: [requests] int64, one per request; lengths: [requests] tokens of it at the time of the choice. A
+            request gets the same scores in any batch.
+
+    Returns:
+        [requests, kv_heads, entries] float32.
+    """
+    heads = (layer * kv_heads + torch.arange(kv_heads, device=seeds.device)).unsqueeze(1) << HEAD_SHIFT
+    columns = (heads + torch.arange(entries, device=seeds.device)).flatten()
+    return murmur_hash32(seeds, lengths, columns).view(len(seeds), kv_heads, entries).float()
 
 
 def select(
@@ -43,6 +68,9 @@ def select(
     end: torch.Tensor,
     selected: int,
     config: SelectorConfig,
+    budget: torch.Tensor | None = None,
+    drawn: torch.Tensor | None = None,
+    at_random: torch.Tensor | None = None,
 ) -> Selection:
     """Choose at most ``selected`` entries per KV head (Eqs. 6 to 24).
 
@@ -51,10 +79,16 @@ def select(
             KV head (its query heads times the window). Values outside the candidate range are ignored.
         key_norms: [requests, kv_heads, n] float32, Euclidean norms of the keys.
         begin, end: [requests] int, the candidate ranges.
+        budget: [requests] int, what each request takes at most, if that is less than ``selected``.
+        drawn: [requests, kv_heads, n] scores that take the place of the Selector's for the requests of
+            ``at_random`` [requests] bool; None where there are none.
     """
     scores = selector_scores(logits, key_norms, begin, end, config)
     index = torch.arange(logits.shape[-1], device=logits.device)
     valid = (index >= begin.unsqueeze(-1)) & (index < end.unsqueeze(-1))
-    budget = torch.full_like(begin, selected).unsqueeze(-1)
-    indices, counts = stable_top_k(scores, valid.unsqueeze(1), budget, min(selected, logits.shape[-1]))
+    if drawn is not None and at_random is not None:
+        scores = torch.where(at_random.view(-1, 1, 1), drawn, scores)
+    most = torch.full_like(begin, selected) if budget is None else budget.clamp(max=selected)
+    width = min(selected, logits.shape[-1])
+    indices, counts = stable_top_k(scores, valid.unsqueeze(1), most.unsqueeze(-1), width)
     return Selection(indices, counts[:, 0])

@@ -10,7 +10,7 @@ import torch
 from fathom.kernels.pack_segment import pack_segment
 from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, plan_segments
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
-from fathom.runtime.sfi.selector import Selection, candidates, select
+from fathom.runtime.sfi.selector import Selection, candidates, random_scores, select
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,42 @@ class RefreshBatch:
         rows: page-table row, or -1 where the entry is not taken.
         begin, end: candidate range in the request's table; empty where the entry is not taken.
         start: first token of the request's run in every layer's compact buffer.
+        selected: entries that are chosen per KV head at most; None for the configuration's number.
+        seed: of a choice at random, -1 for the Selector's; None where no request chooses at random.
+        length: tokens of the request, for the choice at random.
     """
 
     rows: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
     start: torch.Tensor
+    selected: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    length: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the rows' own requests say of the server's numbers. All [batch] int64.
+
+    Attributes:
+        recent: last tokens that a fast step reads; selected: entries chosen per KV head at most.
+        seed: of a choice at random, -1 for the Selector's.
+        length: tokens of the request.
+    """
+
+    recent: torch.Tensor
+    selected: torch.Tensor
+    seed: torch.Tensor
+    length: torch.Tensor
+
+    @classmethod
+    def same(cls, lengths: torch.Tensor, config: SfiConfig) -> "Reads":
+        """The server's numbers for all rows."""
+        recent, selected, seed = (
+            torch.full_like(lengths, value) for value in (config.recent, config.selected, -1)
+        )
+        return cls(recent, selected, seed, lengths)
 
 
 @dataclass(frozen=True)
@@ -84,7 +114,8 @@ def plan_step(
         capacity: rows of the evidence.
     """
     evidence = grant_evidence(slow, start, lengths, capacity, config)
-    return plan_span(rows, lengths, slow, start, held, evidence, capacity, kv_heads, config)
+    reads = Reads.same(lengths.long(), config)
+    return plan_span(rows, lengths, slow, start, held, evidence, capacity, kv_heads, config, reads)
 
 
 def plan_span(
@@ -97,6 +128,7 @@ def plan_span(
     capacity: int,
     kv_heads: int,
     config: SfiConfig,
+    reads: Reads,
 ) -> SfiStep:
     """Plan one decode step for the layers of one span, whose page table has a length of its own.
 
@@ -105,27 +137,29 @@ def plan_span(
 
     Args:
         evidence: [batch] of :func:`grant_evidence`, the same for all spans. The rest as in :func:`plan_step`, of
-            this span; ``held`` is -1 for a table that is not packed.
+            this span; ``held`` is -1 for a table that is not packed. Several rows may be of one request, each
+            with the length of the table up to its own token.
     """
     lengths, start, held = lengths.long(), start.long(), held.long()
     dense = slow | (start < 0) | (held < 0)
     refreshed = evidence >= 0
     complete = lengths >= config.sink
     packed = refreshed & complete
-    first, last = candidates(lengths, config)
+    first, last = candidates(lengths, config, reads.recent)
 
-    begin = torch.where(dense, 0, (lengths - config.recent).clamp(min=config.sink)).minimum(lengths)
+    begin = torch.where(dense, 0, (lengths - reads.recent).clamp(min=config.sink)).minimum(lengths)
     length = torch.where(dense, 0, held)
     kept = torch.where(packed, evidence, -1)
     plan = plan_segments(rows, begin, lengths, start.clamp(min=0), length, kept, kv_heads)
 
     # Entry `capacity` collects the rows that are not packed and is cut off.
     slot = torch.where(packed, evidence, capacity)
-    gathered = torch.zeros(4, capacity + 1, dtype=torch.int64, device=rows.device)
+    gathered = torch.zeros(7, capacity + 1, dtype=torch.int64, device=rows.device)
     gathered[0] = -1
-    gathered[:, slot] = torch.stack((rows.long(), first, last, start))
+    told = (rows.long(), first, last, start, reads.selected, reads.seed, reads.length)
+    gathered[:, slot] = torch.stack(told)
     batch = RefreshBatch(*gathered[:, :capacity])
-    renewed = config.sink + (last - first).clamp(max=config.selected)
+    renewed = config.sink + (last - first).minimum(reads.selected)
     renewed = torch.where(complete, renewed, -1)
     return SfiStep(plan, refreshed, torch.where(refreshed, renewed, held), batch)
 
@@ -163,15 +197,32 @@ def refresh_layer(
     batch: RefreshBatch,
     config: SfiConfig,
     selector: SelectorConfig,
+    layer: int = 0,
+    at_random: bool = False,
 ) -> Selection:
     """Selector and reorganisation of one layer (sections 3.2, 3.3 and 4.1).
 
     Args:
+        layer: its number; at_random: whether some request of the batch chooses at random.
         evidence: logits [capacity, heads, window, width] and key norms [capacity, kv_heads, width].
         pool, compact, page_table: as in :func:`fathom.kernels.pack_segment.pack_segment`.
     """
     capacity, kv_heads, width = evidence.key_norms.shape
     logits = evidence.logits.view(capacity, kv_heads, -1, width)
-    selection = select(logits, evidence.key_norms, batch.begin, batch.end, config.selected, selector)
+    drawn = None
+    if at_random and batch.seed is not None and batch.length is not None:
+        drawn = random_scores(batch.seed.clamp(min=0), batch.length, layer, kv_heads, width)
+    chosen_so = None if batch.seed is None else batch.seed >= 0
+    selection = select(
+        logits,
+        evidence.key_norms,
+        batch.begin,
+        batch.end,
+        config.selected,
+        selector,
+        batch.selected,
+        drawn,
+        chosen_so,
+    )
     pack_segment(pool, compact, page_table, batch.rows, batch.start, selection.indices, config.sink)
     return selection

@@ -5,6 +5,8 @@ fast step too many in a row (T_max).
 """
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +61,36 @@ def trigger_mask(ids: list[int], vocabulary: int, device: torch.device | str = "
     return mask.to(device)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """How far a request goes on with fast steps from here.
+
+    Attributes:
+        left: fast steps until T_max; 0 when the next step is slow.
+        gap: fast steps until a boundary counts.
+        boundary: whether a boundary is waiting for that.
+        trigger: [vocabulary] bool.
+    """
+
+    left: int
+    gap: int
+    boundary: bool
+    trigger: torch.Tensor
+
+    def ends(self, tokens: Sequence[int]) -> int | None:
+        """After how many of the tokens that fast steps put out the next step is slow; None while it is not.
+
+        Args:
+            tokens: ids, one per step.
+        """
+        boundary = self.boundary
+        for steps, token in enumerate(tokens, start=1):
+            boundary = boundary or bool(self.trigger[token])
+            if steps >= self.left or (boundary and steps >= self.gap):
+                return steps
+        return None
+
+
 class PhaseState:
     """Whether each request's next decode step is slow: one row per request slot, tensors throughout.
 
@@ -96,10 +128,22 @@ class PhaseState:
         boundary = self._boundary[rows] & (since >= self.config.minimum_gap)
         return self._stale[rows] | boundary | (since >= self.config.refresh_budget)
 
+    def stale(self, rows: torch.Tensor) -> torch.Tensor:
+        """[batch] bool: has nothing been chosen yet for a request?"""
+        return self._stale[rows]
+
     def cause(self, rows: torch.Tensor) -> torch.Tensor:
         """[batch] int64: why the next decode step of each request would be slow: an index into :data:`CAUSES`."""
         met = torch.where(self._boundary[rows], CAUSES.index("trigger"), CAUSES.index("timeout"))
         return torch.where(self._stale[rows], CAUSES.index("start"), met)
+
+    def stretch(self, row: int) -> Stretch:
+        """What is left of the request's fast steps. Waits for the device."""
+        slow = bool(self.slow(torch.tensor([row], device=self._since.device)))
+        since = int(self._since[row])
+        left = 0 if slow else self.config.refresh_budget - since
+        gap = max(self.config.minimum_gap - since, 0)
+        return Stretch(left, gap, bool(self._boundary[row]), self._trigger)
 
     def advance(
         self,

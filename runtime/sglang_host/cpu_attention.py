@@ -48,7 +48,8 @@ class CpuAttentionBackend(AttentionBackend):
 
     batch: Batch
     alternating: Step | None = None
-    """While a batch runs that has requests which decode slow and fast: what its decoding rows read."""
+    """While a batch runs that has requests which decode slow and fast: what they read, and where no drafted tokens
+    are verified, what every decoding request reads."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()
@@ -145,10 +146,15 @@ class CpuAttentionBackend(AttentionBackend):
         if layer.layer_id in self.taps:
             self.taps[layer.layer_id](layer.layer_id, query, keys, values, layer.scaling)
         runs = _runs(span_view)
-        if self.alternating is not None:  # the last rows of a mixed batch decode
-            decoding = len(self.alternating)
-            output[-decoding:] = self._alternate(self.alternating, query[-decoding:], layer, span_view)
-            runs = runs[:-decoding]
+        if self.alternating is not None:
+            if "others" not in span_view.cache:
+                own = {segment + len(runs) for segment in self.alternating.segments.tolist()}
+                span_view.cache["others"] = [run for i, run in enumerate(runs) if i not in own]
+                span_view.cache["own"] = np.concatenate(
+                    [np.r_[run[0]] for i, run in enumerate(runs) if i in own]
+                )
+            own, runs = span_view.cache["own"], span_view.cache["others"]
+            output[own] = self._alternate(self.alternating, query[own], layer, span_view).to(output.dtype)
         for packed, slots in runs:
             output[packed] = extend_attention(
                 query[packed],

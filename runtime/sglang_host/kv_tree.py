@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_memory
 
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.requests import uses_draft
+from fathom.runtime.sglang_host.requests import alternates, uses_draft
 
 _default_factory = registry.default_radix_cache_factory
 
@@ -59,6 +59,8 @@ class DepthRadixCache(RadixCache):
             if is_insert:
                 self._leave(req)
             is_insert = False
+        elif alternates(req) and kv_len_to_handle > len(req.origin_input_ids):
+            is_insert = False  # likewise; its prompt went to the tree before
         self._left.discard(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 

@@ -52,6 +52,11 @@ def uses_draft(request: Req) -> bool:
     return bool(policy_of(request).get("speculative", False)) or is_judged(request)
 
 
+def alternates(request: Req) -> bool:
+    """Whether the request decodes slow and fast."""
+    return policy_of(request).get("decode", "full") == "slow_fast"
+
+
 def ends_of(request: Req) -> frozenset[int]:
     """Token ids that end the request's answer."""
     if request.sampling_params.ignore_eos:

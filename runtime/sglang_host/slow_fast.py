@@ -1,16 +1,19 @@
 """Slow-fast decoding on SGLang's batches: which rows alternate, and whose rows they are."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.decode import Entry, Outcome, Shape, SlowFast, Step
 from fathom.runtime.sfi.options import SfiOptions
-from fathom.runtime.sfi.trigger import trigger_ids, trigger_mask
-from fathom.runtime.sglang_host.requests import policy_of
+from fathom.runtime.sfi.rules import RANDOM, Reading
+from fathom.runtime.sfi.trigger import Stretch, trigger_ids, trigger_mask
+from fathom.runtime.sglang_host.requests import alternates, policy_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -27,11 +30,6 @@ class Settings:
 SETTINGS = Settings()
 
 
-def alternates(request: "Req") -> bool:
-    """Whether the request decodes slow and fast."""
-    return policy_of(request).get("decode", "full") == "slow_fast"
-
-
 def decoding(batch: "ScheduleBatch") -> list["Req"]:
     """The requests of a batch that decode one token; they are its last ones."""
     if batch.forward_mode.is_decode():
@@ -40,11 +38,26 @@ def decoding(batch: "ScheduleBatch") -> list["Req"]:
 
 
 def concerns(batch: "ScheduleBatch") -> bool:
-    """Whether some decoding request of the batch alternates.
-
-    Nothing is drafted for the others in such a step: a pass over drafted tokens reads everything.
-    """
+    """Whether some decoding request of the batch alternates."""
     return any(map(alternates, decoding(batch)))
+
+
+def reading_of(request: "Req") -> Reading:
+    """What the request's policy says of its fast steps.
+
+    A choice at random follows from the prompt and the sampling seed, so that the same request gets the same one.
+    """
+    policy = policy_of(request)
+    rule = policy.get("sfi_selection", "fused")
+    budget, window = (
+        value if isinstance(value := policy.get(name, "server"), int) else None
+        for name in ("sfi_budget", "sfi_window")
+    )
+    seed = 0
+    if rule == RANDOM:
+        told = repr([request.sampling_params.sampling_seed, *request.origin_input_ids]).encode()
+        seed = int.from_bytes(hashlib.blake2s(told, digest_size=7).digest(), "big")
+    return Reading(rule, budget, window, seed)
 
 
 def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -> str:
@@ -90,17 +103,23 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
 
 @contextmanager
 def phases(
-    state: SlowFast | None, batch: "ScheduleBatch", runner: "ModelRunner"
+    state: SlowFast | None,
+    batch: "ScheduleBatch",
+    runner: "ModelRunner",
+    drafted: Mapping[int, int] | None = None,
 ) -> Iterator[dict["Req", Outcome]]:
     """Within it, the rows of a batch that decode read what their phases say; at its end it yields what they did.
 
     Nothing happens for a batch without a request that alternates.
+
+    Args:
+        drafted: in a decode batch that verifies drafted tokens, how many by place in the batch.
     """
     found: dict[Req, Outcome] = {}
     if state is None or not concerns(batch):
         yield found
         return
-    step = begin(state, batch)
+    step = begin(state, batch, drafted or {})
     runner.attn_backend.alternating = step
     try:
         with state.executor.step():
@@ -110,17 +129,42 @@ def phases(
     found.update(outcomes(step, batch))
 
 
-def begin(state: SlowFast, batch: "ScheduleBatch") -> Step:
-    """Plan the step of a batch in which some request alternates."""
+def entry_of(request: "Req", length: int, drafted: int = 0) -> Entry:
+    """A request that alternates; ``length`` is its tokens, the one that this step reads included."""
+    return Entry(request.kv.req_pool_idx, length, request.output_ids, drafted, reading_of(request))
+
+
+def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Stretch]:
+    """How far the requests of a decode batch go on with fast steps; only those that have a compact buffer."""
+    if state is None or not concerns(batch):
+        return {}
+    own = [request for request in batch.reqs if alternates(request)]
+    state.take_in([entry_of(request, 0) for request in own])
+    found = {request: state.stretch(request.kv.req_pool_idx) for request in own}
+    return {request: stretch for request, stretch in found.items() if stretch is not None}
+
+
+def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -> Step:
+    """Plan the step of a batch in which some request alternates.
+
+    Where drafted tokens are verified, only the requests that alternate belong to it: a pass over several tokens of
+    any other request is one of prefill's kind.
+    """
     requests = {request.kv.req_pool_idx: request for request in decoding(batch)}
     rows, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
-    prefilling = 0 if batch.forward_mode.is_decode() else len(batch.reqs) - len(requests)
-    entries = []
-    for row, length in zip(rows[prefilling:], lengths[prefilling:], strict=True):
+    first = 0 if batch.forward_mode.is_decode() else len(batch.reqs) - len(requests)
+    entries, places = [], []
+    for place in range(first, len(rows)):
+        row, length = rows[place], lengths[place]
         request = requests.get(row)  # other beams of a request have rows of their own
-        tokens = request.output_ids if request is not None and alternates(request) else None
-        entries.append(Entry(row, length, tokens))
-    return state.begin(entries)
+        if request is not None and alternates(request):
+            entries.append(entry_of(request, length, drafted.get(place, 0)))
+        elif drafted:
+            continue
+        else:
+            entries.append(Entry(row, length, None))
+        places.append(place - len(rows))
+    return state.begin(entries, np.array(places))
 
 
 def outcomes(step: Step, batch: "ScheduleBatch") -> dict["Req", Outcome]:

@@ -14,11 +14,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from fathom.runtime.kv.view import Batch
+from fathom.runtime.sfi.trigger import Stretch
 from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
-from fathom.runtime.sglang_host.requests import ends_of, policy_of
+from fathom.runtime.sglang_host.requests import alternates, ends_of, policy_of
 from fathom.runtime.sglang_host.rows import RowSampler, Run, grammar_mask, may_draft
 from fathom.runtime.sglang_host.tails import Tail, Tails
 
@@ -37,6 +38,7 @@ class Proposal:
         masks: of the grammar, before each token and after the last.
         ahead: the look-ahead that the tokens come from, if they do.
         ended: whether the last token ends what the grammar allows.
+        stretch: of a request that decodes slow and fast: how far it may go before a slow step.
     """
 
     index: int
@@ -47,6 +49,7 @@ class Proposal:
     masks: list[torch.Tensor | None] = field(default_factory=list)
     ahead: Prompt | None = None
     ended: bool = False
+    stretch: Stretch | None = None
 
 
 def room_for_output(proposal_limit: int, request: Any) -> int:
@@ -55,29 +58,41 @@ def room_for_output(proposal_limit: int, request: Any) -> int:
     return max(min(proposal_limit, left - 1), 0)
 
 
-def propose(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[Proposal]:
-    """Draft tokens for the requests of a decode batch that want them and have room for them."""
+def propose(
+    batch: ScheduleBatch, side: DraftSide, tails: Tails, stretches: Mapping[Any, Stretch]
+) -> list[Proposal]:
+    """Draft tokens for the requests of a decode batch that want them and have room for them.
+
+    Args:
+        stretches: how far requests go on with fast steps. A slow step verifies nothing.
+    """
     proposals = []
     for index, request in enumerate(batch.reqs):
         if not policy_of(request).get("speculative", False) or not may_draft(request):
             continue
-        wanted = room_for_output(side.state(request).pace.next(), request)
+        wanted, stretch = (
+            room_for_output(side.state(request).pace.next(), request),
+            stretches.get(request),
+        )
+        if stretch is not None:
+            wanted = max(min(wanted, stretch.left - 1), 0)
         tail = tails.take(request, wanted) if wanted else None
         if tail is not None and tail.count:
-            proposals.append(Proposal(index, tail, RowSampler(request, batch.sampling_info, index)))
+            sampler = RowSampler(request, batch.sampling_info, index)
+            proposals.append(Proposal(index, tail, sampler, stretch=stretch))
     if proposals:
         _draft(proposals, side)
     for proposal in proposals:
         # A draft that met the end of the answer leaves room unused.
         proposal.tail = tails.shrink(proposal.tail, len(proposal.tokens))
-    return proposals
+    return [proposal for proposal in proposals if proposal.tokens]
 
 
 def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[Proposal]:
     """Take up what the draft said while it judged the prompts that end in this prefill batch.
 
     These tokens go through the target in the same forward as the kept tokens of the prompt, so that the first
-    output may be several tokens.
+    output may be several tokens. Not for a request that decodes slow and fast: its first step is slow.
     """
     if batch.return_logprob and any(
         start < new for start, new in zip(batch.extend_logprob_start_lens, batch.extend_lens, strict=True)
@@ -88,6 +103,8 @@ def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[P
         ahead, side_state = side.state(request).ahead, side.state(request)
         side_state.ahead = None
         if ahead is None or not policy_of(request).get("speculative", False) or not may_draft(request):
+            continue
+        if alternates(request):
             continue
         room = tails.take(request, room_for_output(len(ahead.tokens), request))
         proposal = Proposal(index, room, RowSampler(request, batch.sampling_info, index), ahead=ahead)
@@ -138,11 +155,16 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
             ]
             logits = side.model.read(reads)
     for proposal in proposals:
-        grammar = proposal.sampler.request.grammar
-        proposal.masks.append(grammar_mask(grammar, logits.shape[1]))
+        grammar, count = proposal.sampler.request.grammar, len(proposal.tokens)
+        if _is_last(proposal):
+            # The target's own choice after the tokens before it is as good, and costs no row.
+            proposal.tokens.pop()
+            proposal.probs.pop()
+        else:
+            proposal.masks.append(grammar_mask(grammar, logits.shape[1]))
+            proposal.ended = grammar is not None and grammar.is_terminated()
         if grammar is not None:
-            proposal.ended = grammar.is_terminated()
-            grammar.rollback(len(proposal.tokens))
+            grammar.rollback(count)
 
 
 def _choose(proposal: Proposal, logits: torch.Tensor) -> None:
@@ -160,7 +182,14 @@ def _goes_on(proposal: Proposal) -> bool:
     request = proposal.tail.request
     if request.grammar is not None and request.grammar.is_terminated():
         return False
+    if _is_last(proposal):
+        return False
     return len(proposal.tokens) < proposal.tail.count and proposal.tokens[-1] not in ends_of(request)
+
+
+def _is_last(proposal: Proposal) -> bool:
+    """Whether the step after the last token is slow, so that no pass may go on behind it."""
+    return proposal.stretch is not None and proposal.stretch.ends(proposal.tokens) is not None
 
 
 class VerifyForward:
@@ -221,6 +250,8 @@ def settle(
         tokens = proposal.sampler.accept(rows, drafted, proposal.probs, tail.begin - 1)
         if proposal.ended:
             tokens = tokens[: len(drafted)]  # nothing follows the end
+        if proposal.stretch is not None:
+            tokens = tokens[: proposal.stretch.ends(tokens)]  # the next step is slow
         runs[proposal.index] = proposal.sampler.run(rows, tokens)
         accepted = len(tokens) - 1
         tails.settle(tail, accepted)

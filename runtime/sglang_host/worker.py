@@ -132,13 +132,15 @@ class FathomWorker(TpModelWorker):
             self.draft_side.read_prefill(batch)
             self.proposals = propose_ahead(batch, self.draft_side, self.tails)
         elif batch.forward_mode.is_decode():
-            if not slow_fast.concerns(batch):
-                self.proposals = propose(batch, self.draft_side, self.tails)
+            stretches = slow_fast.stretches(self.slow_fast, batch)
+            self.proposals = propose(batch, self.draft_side, self.tails, stretches)
             self.draft_side.catch_up(batch)
 
     @contextmanager
     def phases(self, batch: ScheduleBatch) -> Iterator[None]:
-        with slow_fast.phases(self.slow_fast, batch, self.model_runner) as self.outcomes:
+        verified = self.proposals if batch.forward_mode.is_decode() else []
+        drafted = {proposal.index: len(proposal.tokens) for proposal in verified}
+        with slow_fast.phases(self.slow_fast, batch, self.model_runner, drafted) as self.outcomes:
             yield
 
     def forward(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
@@ -240,23 +242,19 @@ class FathomWorker(TpModelWorker):
         plan, prompt = self.allocator.plan_of(request), prompt_tokens(request)
         account.propagation_skipped = propagation_skipped(request)
         if job := self._complete.get(request):
-            spans = plan.spans
-            account.kept_tokens, account.deep_tokens = round(sum(job.present_in) / spans), job.present_in[-1]
-            account.retained_tokens = round(sum(job.kept_in) / spans)
+            account.climbed(job.present_in, job.kept_in)
             account.propagated_tokens = None if job.selected is None else len(job.selected)
             self.ledger.scored(account, job.scoring_seconds)
             return
         if not plan.dense and plan.retention is None and plan.propagation is None:
             per_span = tokens_per_span(plan, prompt)
-            account.kept_tokens, account.deep_tokens = round(sum(per_span) / plan.spans), per_span[-1]
-            account.retained_tokens = account.kept_tokens
+            account.climbed(per_span, per_span)
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
         if selection is not None and plan.propagation is None:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
             kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
-            account.deep_tokens = kept if lower == plan.spans else deep
-            account.kept_tokens = round((kept * lower + deep * (plan.spans - lower)) / plan.spans)
-            account.retained_tokens = account.kept_tokens
+            per_span = [kept] * lower + [deep] * (plan.spans - lower)
+            account.climbed(per_span, per_span)
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size

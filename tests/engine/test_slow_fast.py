@@ -1,7 +1,8 @@
 """Slow-fast decoding through the server against Algorithms 1 and 2: same tokens, log-probabilities to 1e-4.
 
-One server with small numbers, chunks of 64 and prefill and decode rows in one batch, so that requests meet each
-other in every phase. What an answer says of its steps is held against the oracle's.
+One server with small numbers, chunks of 64, prefill and decode rows in one batch and a draft model, so that
+requests meet each other in every phase and under every policy. What an answer says of its steps is held against the
+oracle's.
 """
 
 import random
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from oracles import combined, drafted
 from oracles import sfi as oracle
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -19,6 +21,10 @@ from fathom.runtime.sfi.trigger import trigger_ids
 TOLERANCE = 1e-4
 TOP = 40
 SLOW_FAST = {"decode": "slow_fast"}
+DRAFT = {"speculative": True}
+FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
+SPEC = {"prefill_keep_rate": 0.6, "min_prompt_tokens": 64}
+TSP = 2
 SETTINGS = oracle.Settings(
     sink=4, recent=16, k=20, t_max=9, seed_from_prefill=False, radius=3, lambda_clip=0.2
 )
@@ -30,7 +36,7 @@ FLAGS = (
     *("--sfi-sink", "4", "--sfi-recent", "16", "--sfi-selected", "20", "--sfi-refresh-budget", "9"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
     *("--sfi-buffer-mib", str(BUFFERS * BUFFER_BYTES / 2**20)),
-    *("--dtype", "float32", "--max-total-tokens", "12000"),
+    *("--dtype", "float32", "--max-total-tokens", "20000"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
 )
 
@@ -50,11 +56,40 @@ def model(tiny_model, triggers):
 
 
 @pytest.fixture(scope="module")
-def alternating_server(start_server, tiny_model, model, tmp_path_factory):
+def draft(tiny_model, model, tmp_path_factory):
+    """A folder with the model and noise on its weights."""
+    folder = tmp_path_factory.mktemp("noisy")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model.save_pretrained(folder)
+    copy = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weights in copy.parameters():
+            weights += 0.001 * torch.randn_like(weights)
+    copy.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alternating_server(start_server, tiny_model, model, draft, tmp_path_factory):
     folder = tmp_path_factory.mktemp("triggering")
     shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
     model.save_pretrained(folder)
-    return start_server(folder, *FLAGS)
+    return start_server(folder, *FLAGS, "--draft-model-path", str(draft))
+
+
+@pytest.fixture(scope="module")
+def expected(model, triggers, draft):
+    """The oracle's answer to a prompt under a policy: a function."""
+    judge = drafted.Draft(draft)
+
+    def generate(prompt, policy, tokens):
+        told = combined.of_policy(
+            policy, prompt, TSP, lambda rate: judge.kept(prompt, rate), SETTINGS, triggers
+        )
+        return combined.generate(model, prompt, tokens, *told)
+
+    return generate
 
 
 def prompts(lengths, seed=1):
@@ -77,40 +112,31 @@ def ask(server, prompt, policy, new_tokens):
     return response.json()
 
 
-def exists(policy, prompt):
-    cutoff = policy.get("depth_cutoff", "full")
-    last = len(prompt) - 1
-    anchors = {0, last} if policy.get("anchors", "bos") == "bos" else {last}
-    return lambda layer: range(len(prompt)) if cutoff == "full" or layer < cutoff else anchors
-
-
-def check(model, triggers, prompt, policy, answer):
+def check(expected, prompt, policy, answer):
     """The answer and its account against the oracle."""
     tokens, meta = answer["output_ids"], answer["meta_info"]
     report, policy = meta["fathom"], policy or {}
     alternates = policy.get("decode") == "slow_fast" and not report["dense_fallbacks"]
-    marks = triggers if alternates else range(1 << 20)  # with every token a trigger, every step is slow
-    want = oracle.generate(model, prompt, len(tokens), marks, SETTINGS, exists(policy, prompt))
+    want = expected(prompt, policy if alternates else policy | {"decode": "full"}, len(tokens))
     assert tokens == want.tokens, (len(prompt), policy)
     for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
         row = row.log_softmax(-1)
         got = [value for value, _, _ in entries]
         assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
-    slow = sum(want.slow) if alternates else len(tokens) - 1
-    assert (report["slow_steps"], report["fast_steps"]) == (slow, len(tokens) - 1 - slow)
+    # Whatever is drafted and accepted, each slow step has a pass of its own.
+    passes = report["slow_steps"] + report["fast_steps"]
+    assert passes == report["decode_steps"] and passes + report["accepted_tokens"] == len(tokens) - 1
+    if alternates:
+        assert report["slow_steps"] == sum(want.slow)
+    else:
+        assert report["fast_steps"] == 0
     assert report["compact_bytes"] == (BUFFER_BYTES if alternates else 0)
-    if alternates and len(prompt) >= SETTINGS.sink:
-        # The first step has no selection to use; every other slow step is a refresh with one of two causes.
-        timeouts = sum(not any(want.slow[i - 9 : i]) and tokens[i] not in triggers for i in slow_steps(want))
-        assert report["timeout_refreshes"] == timeouts
-        assert report["trigger_refreshes"] == slow - 1 - timeouts
+    for cause in ("trigger", "timeout"):
+        assert report[f"{cause}_refreshes"] == want.causes.count(cause)
     assert (report["refresh_seconds"] > 0) == alternates
+    if "tsp_rate" in policy or "kv_retention_rate" in policy:
+        assert report["retained_tokens"] == round(sum(len(heads[0]) for heads in want.kept) / 4)
     return report
-
-
-def slow_steps(want):
-    """Places of the slow steps after the first; step i reads token i."""
-    return [i for i, slow in enumerate(want.slow) if slow and i]
 
 
 def settle(server):
@@ -125,15 +151,87 @@ def settle(server):
 
 
 @pytest.mark.parametrize("lengths", [[150], [150, 37, 5]], ids=str)
-def test_one_and_three(alternating_server, model, triggers, lengths):
+def test_one_and_three(alternating_server, expected, lengths):
     asked = prompts(lengths)
     answers = ask(alternating_server, asked, SLOW_FAST, 40)
-    reports = [check(model, triggers, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
+    reports = [check(expected, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
     assert all(report["fast_steps"] > 20 for report in reports)
     assert settle(alternating_server)["buffer_bytes"] == BUFFER_BYTES
 
 
-def test_eight_in_all_phases_under_several_policies(alternating_server, model, triggers):
+def together(server, cases):
+    """Answers to (prompt, policy, new tokens), all at once."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(lambda case: ask(server, *case), cases))
+
+
+def test_drafting_changes_no_token(alternating_server, expected):
+    """Passes over drafted tokens end where a slow step is due; other requests are drafted for beside them."""
+    policies = [SLOW_FAST | DRAFT, SLOW_FAST, DRAFT, SLOW_FAST | DRAFT | {"depth_cutoff": 2}, {}]
+    policies += [SLOW_FAST | DRAFT | {"draft_tokens": 12}, SLOW_FAST | DRAFT]
+    asked = prompts([150, 37, 60, 80, 33, 120, 5], seed=11)
+    cases = list(zip(asked, policies, [60, 40, 50, 45, 30, 70, 50], strict=True))
+    cases += [(asked[0][:140], SLOW_FAST | DRAFT, 60)]
+    for batch in (cases, cases[-1:]):
+        reports = [
+            check(expected, prompt, policy, answer)
+            for (prompt, policy, _), answer in zip(batch, together(alternating_server, batch), strict=True)
+        ]
+        drafted_for = [report for report in reports if report["policy"]["speculative"]]
+        assert all(report["draft_tokens"] > 10 for report in drafted_for)
+        assert sum(report["accepted_tokens"] for report in drafted_for) > 10 * len(drafted_for)
+        assert all(report["accepted_tokens"] < report["draft_tokens"] for report in drafted_for)
+    settle(alternating_server)
+
+
+COMBINATIONS = [SPEC, FASTKV, SPEC | FASTKV, SPEC | {"depth_cutoff": 3}, FASTKV | {"depth_cutoff": 3}]
+COMBINATIONS += [SPEC | FASTKV | {"depth_cutoff": 3, "anchors": "none"}, {"kv_retention_rate": 0.2}]
+
+
+@pytest.mark.parametrize("drafting", [{}, DRAFT], ids=["plain", "drafted"])
+def test_over_what_prefill_has_left(alternating_server, expected, drafting):
+    """Per-head entries, kept tokens and short upper tables are what is ranked, and what a fast step reads."""
+    asked = prompts([200, 330, 130, 240, 150, 270, 180], seed=12)
+    cases = [
+        (prompt, policy | SLOW_FAST | drafting, 40)
+        for prompt, policy in zip(asked, COMBINATIONS, strict=True)
+    ]
+    answers, accepted = together(alternating_server, cases), 0
+    for (prompt, policy, _), answer in zip(cases, answers, strict=True):
+        report = check(expected, prompt, policy, answer)
+        assert report["fast_steps"] + report["accepted_tokens"] > 15 and report["slow_steps"] > 2
+        accepted += report["accepted_tokens"]
+    assert (accepted > 10) == bool(drafting)
+    settle(alternating_server)
+
+
+CONTROLS = [
+    {"sfi_selection": rule} | numbers
+    for rule in ("fused", "frozen", "random", "none")
+    for numbers in ({"sfi_budget": 9}, {"sfi_window": 25})
+]
+
+
+def test_controls(alternating_server, expected):
+    """Same schedule, another selection, or a smaller one."""
+    (prompt,) = prompts([250], seed=13)
+    cases = [(prompt, SLOW_FAST | control, 40) for control in CONTROLS]
+    answers = together(alternating_server, cases)
+    for (prompt, policy, _), answer in zip(cases, answers, strict=True):
+        report = check(expected, prompt, policy, answer)
+        refreshes = report["trigger_refreshes"] + report["timeout_refreshes"]
+        assert (refreshes == 0) == (policy["sfi_selection"] == "frozen")
+        assert report["slow_steps"] > 2
+    assert len({tuple(answer["output_ids"]) for answer in answers}) > len(CONTROLS) / 2
+    refused = alternating_server.client.post(
+        "/generate", json={"input_ids": prompt, "fathom": SLOW_FAST | {"sfi_budget": 21}}
+    )
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message == 'fathom.sfi_budget must be an integer in [1, 20] or "server", got 21'
+
+
+def test_eight_in_all_phases_under_several_policies(alternating_server, expected):
     """Fewer tokens above a cutoff, dense requests in between, prompts in chunks, one that is dropped."""
     before = settle(alternating_server)
     policies = [SLOW_FAST, None, SLOW_FAST | {"depth_cutoff": 2}, SLOW_FAST]
@@ -159,18 +257,21 @@ def test_eight_in_all_phases_under_several_policies(alternating_server, model, t
             pool.map(lambda case: ask(alternating_server, *case), zip(asked, policies, news, strict=True))
         )
         gone.result()
-    reports = [check(model, triggers, *case) for case in zip(asked, policies, answers, strict=True)]
+    reports = [check(expected, *case) for case in zip(asked, policies, answers, strict=True)]
     assert sum(report["trigger_refreshes"] for report in reports) > 5
     assert sum(report["timeout_refreshes"] for report in reports) > 0
     assert settle(alternating_server)["mixed_steps"] > before["mixed_steps"] + 10
 
 
-def test_more_requests_than_buffers(alternating_server, model, triggers):
+@pytest.mark.parametrize("drafting", [{}, DRAFT], ids=["plain", "drafted"])
+def test_more_requests_than_buffers(alternating_server, expected, drafting):
+    before = settle(alternating_server)["dense_fallbacks"]
     asked = prompts([20] * (BUFFERS + 3), seed=5)
-    answers = ask(alternating_server, asked, SLOW_FAST, 30)
-    reports = [check(model, triggers, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
+    answers = ask(alternating_server, asked, SLOW_FAST | drafting, 30)
+    reports = [check(expected, p, SLOW_FAST, a) for p, a in zip(asked, answers, strict=True)]
     assert sum(report["dense_fallbacks"] for report in reports) == 3
-    assert settle(alternating_server)["dense_fallbacks"] == 3
+    assert (sum(report["accepted_tokens"] for report in reports) > 50) == bool(drafting)
+    assert settle(alternating_server)["dense_fallbacks"] == before + 3
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 9])
