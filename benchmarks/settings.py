@@ -27,5 +27,11 @@ COMBINED: dict[str, dict[str, Any]] = {
     "all-four": SPECPREFILL | SPEED | FASTKV | SFI,
     "all-five": SPECPREFILL | SPEED | FASTKV | SFI | DRAFTING,
 }
-BY_NAME: dict[str, dict[str, Any]] = {name: {"preset": name} for name in config.PRESETS if name != "exact"}
+BY_NAME: dict[str, dict[str, Any]] = {
+    name: {"preset": name} | ({"min_prompt_tokens": 0} if "prefill_keep_rate" in values else {})
+    for name, values in config.PRESETS.items()
+    if values
+}
+"""Short prompts are not left whole: the documents of the questions are shorter than those whose time is measured."""
+
 COMPARED = SINGLES | COMBINED | BY_NAME
