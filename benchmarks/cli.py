@@ -95,6 +95,7 @@ def measure(
 ) -> tuple[list[dict], dict[str, int]]:
     """All cells as JSON, and the requests sent to each process by its address, with a progress bar."""
     names = [server.variant.name for server in running]
+    bases = {server.variant.name for server in running if server.variant.dense}
     done: list[dict] = []
     with tqdm(total=steps(cells, len(names), settings), unit="turn", desc="measuring") as bar:
 
@@ -106,7 +107,8 @@ def measure(
             expected = predict.predictions(
                 [server.variant for server in running], shape, cell, settings, turns
             )
-            done.append({**report.cell_json(cell, settings.output, turns, names), "predictions": expected})
+            found = report.cell_json(cell, settings.output, turns, names, bases)
+            done.append({**found, "predictions": expected})
 
         bench = Bench(running, settings, prompts, advance)
         asyncio.run(bench.run(cells, record))

@@ -103,8 +103,8 @@ def _same_text(turns: list[Turn], first: str, second: str) -> dict[str, int]:
     return {"requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
 
 
-def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str]) -> dict:
-    """One cell: summaries per variant, ratios and equal texts per pair of variants, and the raw turns."""
+def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str], bases: set[str]) -> dict:
+    """One cell: summaries per variant, ratios and equal texts per pair of a base and another, and the raw turns."""
     summary = {
         name: {
             **{metric: stats.summary(_values(turns, name, metric)) for metric in METRICS},
@@ -117,6 +117,8 @@ def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str]) -> d
     }
     ratios, same_text = {}, {}
     for first, second in combinations(names, 2):
+        if first not in bases:
+            continue
         pair = f"{first}/{second}"
         same_text[pair] = _same_text(turns, first, second)
         ratios[pair] = {

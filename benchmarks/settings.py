@@ -1,12 +1,14 @@
 """Policies that are measured for speed and asked for fidelity under the same names: each mechanism alone, and all.
 
-They fit the demo target (8 layers in spans of 2) and any generated model of 8 layers. A value may be any `fathom`
-object, such as `{"preset": "turbo"}`.
+They fit the demo target (8 layers in spans of 2) and any generated model of 8 layers. The presets of this build are
+asked by name.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from fathom.runtime import config
 
 SPECPREFILL: dict[str, Any] = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 0}
 SPEED: dict[str, Any] = {"depth_cutoff": 6}
@@ -25,4 +27,11 @@ COMBINED: dict[str, dict[str, Any]] = {
     "all-four": SPECPREFILL | SPEED | FASTKV | SFI,
     "all-five": SPECPREFILL | SPEED | FASTKV | SFI | DRAFTING,
 }
-COMPARED = SINGLES | COMBINED
+BY_NAME: dict[str, dict[str, Any]] = {
+    name: {"preset": name} | ({"min_prompt_tokens": 0} if "prefill_keep_rate" in values else {})
+    for name, values in config.PRESETS.items()
+    if values
+}
+"""Short prompts are not left whole: the documents of the questions are shorter than those whose time is measured."""
+
+COMPARED = SINGLES | COMBINED | BY_NAME
