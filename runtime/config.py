@@ -1,17 +1,17 @@
 """The per-request policy: what may be asked for, by whom it is defined, and what is legal.
 
-Every field carries one :class:`Spec`. Validation, error messages, the JSON schema, the command-line flags and
-their help all come from it. Nothing here imports the engine: the HTTP face and the scheduler both read it.
+Every field carries one :class:`Spec`. Nothing here imports the engine: the HTTP face and the scheduler both
+read it.
 """
 
-import argparse
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_problem
+from fathom.runtime.presets import EXACT, PRESETS, Presets, boundary
 from fathom.runtime.sfi.rules import SELECTION_RULES
 from fathom.runtime.spec import Spec
 
@@ -20,9 +20,6 @@ MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill",
 
 DRAFTED = ("SpecPrefill", "drafting")
 """Mechanisms that need a draft model."""
-
-PRESETS: dict[str, dict[str, Any]] = {"exact": {}}
-"""Presets this build can run: field values that differ from the defaults."""
 
 CUSTOM = "custom"
 """Reported as the preset of a policy whose values are no preset's. Not accepted in a request."""
@@ -39,6 +36,11 @@ class PolicyError(ValueError):
         super().__init__(message)
         self.field = name
 
+    @property
+    def reason(self) -> str:
+        """The message without the field, the value and what is legal."""
+        return str(self).removeprefix(f"fathom.{self.field}").lstrip(": ").split("; legal")[0]
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -50,6 +52,7 @@ class Limits:
         lacking: mechanisms of this build that the served model or machine cannot run, each with the reason.
         tsp_layer: layers below FastKV's selection; 0 where the layers have no boundary for it, None while unknown.
         sfi_selected: entries per KV head that a compact buffer of SFI's has room for beside the sink.
+        presets: what each preset asks for; a model's profile may bring its own numbers.
     """
 
     layers: int | None = None
@@ -57,6 +60,7 @@ class Limits:
     lacking: Mapping[str, str] = field(default_factory=dict)
     tsp_layer: int | None = None
     sfi_selected: int | None = None
+    presets: Presets = field(default_factory=lambda: PRESETS)
 
     def why_not(self, mechanism: str) -> str | None:
         """Why a mechanism cannot be asked for; None when it can."""
@@ -84,7 +88,7 @@ class Policy:
         help="named set of values, refined by the other fields",
         unit="name",
         source="exact: same tokens as the unmodified model",
-        words=("exact", "balanced", "turbo"),
+        words=tuple(PRESETS),
     )
     prefill_keep_rate: float | str = _field(
         1.0,
@@ -241,17 +245,15 @@ class Policy:
     )
 
     def canonical(self) -> "Policy":
-        """This policy with fields that can have no effect at their defaults, and an honest preset name."""
+        """This policy with fields that can have no effect at their defaults."""
         idle = {
-            name: _DEFAULTS[name]
+            name: DEFAULTS[name]
             for name, spec in SPECS.items()
             if spec.tunes and getattr(self, spec.tunes) == SPECS[spec.tunes].neutral
         }
         floats = [name for name, spec in SPECS.items() if spec.kind is float]
         numbers = {n: float(v) for n in floats if not isinstance(v := getattr(self, n), str)}
-        result = replace(self, **numbers | idle)
-        same = (name for name in PRESETS if preset(name)._values() == result._values())
-        return replace(result, preset=next(same, CUSTOM))
+        return replace(self, **numbers | idle)
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SPECS if name != "preset"}
@@ -259,20 +261,19 @@ class Policy:
     @property
     def drops_tokens(self) -> bool:
         """Whether some prompt token may not be computed at some layer."""
-        exact = preset("exact")
         return any(
-            getattr(self, name) != getattr(exact, name)
+            getattr(self, name) != DEFAULTS[name]
             for name in ("prefill_keep_rate", "depth_cutoff", "tsp_rate")
         )
 
     def differences(self) -> dict[str, Any]:
         """The values that are not the fields' defaults."""
-        return {name: value for name, value in self._values().items() if value != _DEFAULTS[name]}
+        return {name: value for name, value in self._values().items() if value != DEFAULTS[name]}
 
     def fingerprint(self) -> str:
         """A short name of the values, equal for equal policies: part of the prefix cache's key."""
-        if self._values() == preset("exact")._values():
-            return "exact"
+        if not self.differences():
+            return EXACT
         text = json.dumps(self._values(), sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
@@ -294,21 +295,7 @@ class Policy:
 
 
 SPECS: dict[str, Spec] = {item.name: item.metadata["spec"] for item in fields(Policy)}
-_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Policy)}
-
-
-def preset(name: str) -> Policy:
-    """The policy of a preset of this build.
-
-    Raises:
-        PolicyError: when the preset is unknown, or known but not in this build.
-    """
-    if name in PRESETS:
-        return replace(Policy(), preset=name, **PRESETS[name])
-    if name in SPECS["preset"].words:
-        legal = ", ".join(f'"{known}"' for known in PRESETS)
-        raise PolicyError(f'fathom.preset: "{name}" is not available in this build; legal: {legal}', "preset")
-    raise _illegal("preset", name, Limits())
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Policy)}
 
 
 def _shown(value: Any) -> str:
@@ -326,11 +313,11 @@ def _check(values: Mapping[str, Any], limits: Limits) -> None:
             raise _illegal(name, value, limits)
 
 
-def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
-    """The canonical form of a policy that this build can run on this model.
+def _possible(policy: Policy, limits: Limits) -> Policy:
+    """A policy that this build can run on this model.
 
     Raises:
-        PolicyError: when a value is out of the model's range, or asks for a mechanism that is not there.
+        PolicyError: when a value is out of the model's range, or asks for what is not there.
     """
     _check(policy._values(), limits)
     cutoff = policy.depth_cutoff
@@ -347,7 +334,7 @@ def validate(policy: Policy, limits: Limits = Limits()) -> Policy:
                 raise PolicyError(f"fathom.{name}: {reason}; {legal}", name)
     if policy.tsp_rate != 1 and (problem := propagation_problem(policy.depth_cutoff, limits.tsp_layer)):
         raise PolicyError(f"fathom.tsp_rate {problem}; got {_shown(policy.tsp_rate)}", "tsp_rate")
-    return policy.canonical()
+    return policy
 
 
 def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:
@@ -357,22 +344,39 @@ def _raise_off_span(cutoff: int, limits: Limits) -> NoReturn:
     raise PolicyError(message + ", ".join(nearest), "depth_cutoff")
 
 
-def parse(
-    request: Any, default: Policy, limits: Limits = Limits(), tunings: Mapping[str, Any] | None = None
-) -> Policy:
-    """The policy that a request's ``fathom`` object asks for.
+class Choice(NamedTuple):
+    """The policy of a request.
+
+    Attributes:
+        policy: what it runs under, in canonical form.
+        left_out: fields that its preset would have filled, each with the reason why it could not.
+    """
+
+    policy: Policy
+    left_out: dict[str, str]
+
+
+def choose(
+    request: Any,
+    asked: Mapping[str, Any] | None = None,
+    limits: Limits = Limits(),
+    tunings: Mapping[str, Any] | None = None,
+) -> Choice:
+    """The policy that a request's ``fathom`` object asks for, on top of what the operator asked for.
+
+    A value that is given must be possible. A preset fills the fields that are left open, as far as that is possible
+    on this server and together with the values that are given.
 
     Args:
-        request: the object as decoded from JSON; None asks for ``default``.
-        default: the policy whose values apply where the object names no preset and no value.
+        request: the object as decoded from JSON; None asks for nothing.
+        asked: the operator's fields, which apply where the object names no preset and no value.
         limits: what the served model allows.
         tunings: the operator's values of fields that only refine another one, for requests that give none.
 
     Raises:
         PolicyError: for anything but an object with known fields and legal values.
     """
-    if request is None:
-        return default
+    request = {} if request is None else request
     if not isinstance(request, Mapping):
         raise PolicyError(f"fathom must be an object, got {_shown(request)}")
     for name in request:
@@ -380,27 +384,54 @@ def parse(
             unknown, legal = str(name)[:60], ", ".join(SPECS)
             raise PolicyError(f"fathom.{unknown} is not a policy field; legal fields: {legal}", unknown)
     _check(request, limits)
-    base = preset(request["preset"]) if "preset" in request else default
-    refined = dict(tunings or {})
-    # What the preset, or the default, says of such a field itself goes before.
-    stated = PRESETS.get(request["preset"], {}) if "preset" in request else default.differences()
-    given = {name: value for name, value in request.items() if name != "preset"}
-    return validate(replace(base, **{**refined, **stated, **given}), limits)
+    given = dict(request) if "preset" in request else {**(asked or {}), **request}
+    name = given.pop("preset", EXACT)
+    choice = _fill(name, given, limits, tunings or {})
+    return Choice(_named(choice.policy, name, limits, tunings or {}), choice.left_out)
 
 
-def tunings_of(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the flags of :func:`add_arguments` say of fields that only refine another one.
+def _fill(preset: str, given: Mapping[str, Any], limits: Limits, tunings: Mapping[str, Any]) -> Choice:
+    policy, left_out = _possible(replace(Policy(), **{**tunings, **given}), limits), {}
+    for name, value in limits.presets[preset].items():
+        if name in given:
+            continue
+        try:
+            policy = _possible(replace(policy, **{name: _in_layers(name, value, limits)}), limits)
+        except PolicyError as error:
+            left_out[name] = error.reason
+    return Choice(policy.canonical(), left_out)
 
-    Args:
-        defaults: values for flags that are not given.
-    """
-    given = {name: getattr(arguments, name) for name, spec in SPECS.items() if spec.tunes}
-    return {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
+
+def _in_layers(name: str, value: Any, limits: Limits) -> Any:
+    """A share of the layers as a layer; other values as they are."""
+    if name != "depth_cutoff" or not isinstance(value, float):
+        return value
+    if limits.layers is None:
+        return SPECS[name].neutral  # not known yet: the operator's preset is looked at again with the model
+    layer = boundary(value, limits.layers, limits.span)
+    if layer is None:
+        raise PolicyError(f"fathom.{name}: the model's layers have no boundary between spans", name)
+    return layer
+
+
+def _named(policy: Policy, asked: str, limits: Limits, tunings: Mapping[str, Any]) -> Policy:
+    """The policy under the name of the preset that it is: exact where it asks for nothing, custom for none."""
+    for name in dict.fromkeys((EXACT, asked, *limits.presets)):
+        if _fill(name, {}, limits, tunings).policy._values() == policy._values():
+            return replace(policy, preset=name)
+    return replace(policy, preset=CUSTOM)
+
+
+def parse(
+    request: Any, default: Policy, limits: Limits = Limits(), tunings: Mapping[str, Any] | None = None
+) -> Policy:
+    """The policy of :func:`choose`, where the values of ``default`` are what the operator asked for."""
+    return choose(request, default.differences(), limits, tunings).policy
 
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a request's ``fathom`` object."""
-    properties = {name: spec.schema() | {"default": _DEFAULTS[name]} for name, spec in SPECS.items()}
+    properties = {name: spec.schema() | {"default": DEFAULTS[name]} for name, spec in SPECS.items()}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
@@ -410,7 +441,7 @@ def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
         name: {
             "help": spec.help,
             "legal": spec.legal(limits),
-            "default": _DEFAULTS[name],
+            "default": DEFAULTS[name],
             "unit": spec.unit,
             "source": spec.source,
             "mechanism": spec.mechanism,
@@ -420,33 +451,10 @@ def describe(limits: Limits = Limits()) -> dict[str, dict[str, Any]]:
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field: the policy of requests that bring none."""
-    group = parser.add_argument_group("policy of requests that ask for none")
-    for name, spec in SPECS.items():
-        flag = "--" + name.replace("_", "-")
-        text = f"{spec.help}; {spec.legal(Limits())} (default: {_DEFAULTS[name]}; {spec.source})".replace(
-            "%", "%%"
-        )
-        if spec.kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            group.add_argument(flag, type=spec.from_text, metavar="VALUE", default=None, help=text)
-
-
-def from_arguments(arguments: argparse.Namespace, limits: Limits = Limits()) -> Policy:
-    """The policy that the flags of :func:`add_arguments` ask for.
-
-    Raises:
-        PolicyError: with the flag's name in place of the field's.
-    """
-    given = {name: getattr(arguments, name) for name in SPECS if getattr(arguments, name) is not None}
-    try:
-        return parse(given, Policy(), limits)
-    except PolicyError as error:
-        raise PolicyError(as_flag(error), error.field) from error
-
-
-def as_flag(error: PolicyError) -> str:
-    """The error's message with the flag's name in place of the field's."""
-    return str(error).replace(f"fathom.{error.field}", "--" + error.field.replace("_", "-"))
+def describe_presets(limits: Limits = Limits(), tunings: Mapping[str, Any] | None = None) -> dict[str, dict]:
+    """What each preset comes to on this server: the values it sets, and what it has to leave out."""
+    found = {name: _fill(name, {}, limits, tunings or {}) for name in limits.presets}
+    return {
+        name: {"values": choice.policy.differences(), "left_out": choice.left_out}
+        for name, choice in found.items()
+    }

@@ -114,7 +114,7 @@ class CostPlan:
         budget: entries that a fast decode step reads at most, per KV head; None where every step is slow.
         packed: entries per layer and KV head of the copy that fast steps read; they are held beside the rest.
         slow_share: share of decode steps that read everything, in [0, 1].
-        draft: model that prefilled the whole prompt first, if any.
+        draft: model that reads the whole prompt first, if any: to judge it, or to propose tokens.
 
     Raises:
         ValueError: when a deeper layer computes more, or one keeps more than it computed.
@@ -192,9 +192,9 @@ class FastKV:
     retention_rate: float = 0.1
     window: int = 8
 
-    def size(self, rate: float, tokens: int) -> int:
-        """Tokens of a set of this rate."""
-        return max(_share(rate, tokens), min(self.window, tokens))
+    def size(self, rate: float, tokens: int, forced: int = 0) -> int:
+        """Tokens of a set of this rate, of which ``forced`` stay beside the window whatever the rate."""
+        return max(_share(rate, tokens), min(self.window + forced, tokens))
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,11 @@ def make_plan(
     for name, at in bounds.items():
         if not 1 <= at <= layers:
             raise ValueError(f"{name} = {at} is not a layer of a model with {layers}")
-    drops = specprefill is not None and prompt >= specprefill.min_prompt_tokens
-    entering, draft = (
-        (specprefill.kept(prompt), specprefill.draft) if specprefill and drops else (prompt, None)
-    )
-    above_t = fastkv.size(fastkv.tsp_rate, entering) if fastkv else entering
+    entering, draft = prompt, None
+    if specprefill and prompt >= specprefill.min_prompt_tokens and specprefill.kept(prompt) < prompt:
+        entering, draft = specprefill.kept(prompt), specprefill.draft
+    anchored = speed.anchors if speed and fastkv and speed.cutoff > fastkv.layer else 0
+    above_t = fastkv.size(fastkv.tsp_rate, entering, anchored) if fastkv else entering
     above_k = min(entering, speed.anchors + 1) if speed else entering
     stay = fastkv.size(fastkv.retention_rate, entering) if fastkv else entering
     computed, retained = [], []
@@ -291,7 +291,7 @@ def policy_plan(
     keeps_less = policy.prefill_keep_rate < 1
     fastkv = policy.tsp_rate < 1 or policy.kv_retention_rate < 1
     at = tsp_layer or max(1, round(layers * 15 / 32))
-    return make_plan(
+    plan = make_plan(
         layers,
         prompt,
         specprefill=SpecPrefill(policy.prefill_keep_rate, draft, min_prompt_tokens=policy.min_prompt_tokens)
@@ -303,6 +303,8 @@ def policy_plan(
         else None,
         slow_fast=slow_fast if policy.decode == "slow_fast" else None,
     )
+    # To propose tokens the draft reads the prompt too, whether it judges it or not.
+    return replace(plan, draft=draft) if policy.speculative else plan
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,22 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
 from starlette.middleware import Middleware
 
 from fathom.runtime import config
 from fathom.server import errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
+from fathom.server.live import HEADERS, REFRESH_SECONDS, Live
 from fathom.server.metrics import TextFormat
 from fathom.server.middleware import PolicyMiddleware
 from fathom.server.version import versions
 
 
-def configure(app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[], Any]) -> None:
+def configure(
+    app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[], Any], model_name: str = ""
+) -> None:
     """Add Fathom's part to an application that has not started yet.
 
     Args:
@@ -25,6 +29,7 @@ def configure(app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[]
         face: the server's policy defaults and limits.
         gate: which requests are let in.
         internal_states: coroutine function that asks every scheduler process for its state.
+        model_name: name under which the model is served.
     """
     # Last is innermost: after authentication and decompression, and inside CORS.
     app.user_middleware.append(Middleware(TextFormat))
@@ -39,13 +44,21 @@ def configure(app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[]
             "versions": versions(),
             "policy": face.default.to_wire(),
             "mechanisms": sorted(config.MECHANISMS),
-            "presets": sorted(config.PRESETS),
+            "left_out": face.choice.left_out,
+            "presets": config.describe_presets(face.limits, face.tunings),
             "engine": [state.get("fathom") for state in states],
             "fields": config.describe(face.limits),
             "schema": config.json_schema(),
         }
 
     app.add_api_route("/fathom/info", info, methods=["GET"])
+    live = Live(face, gate, model_name, internal_states)
+
+    async def page(refresh: int = REFRESH_SECONDS) -> HTMLResponse:
+        """What this server does now, for people."""
+        return HTMLResponse(await live.page(refresh), headers=HEADERS)
+
+    app.add_api_route("/fathom", page, methods=["GET"], response_class=HTMLResponse)
 
 
 def launch(
@@ -88,7 +101,7 @@ def launch(
         on_ready(http_server.get_global_state().scheduler_info)
 
     protect.install()
-    configure(http_server.app, face, gate, internal_states)
+    configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
     try:
         http_server.launch_server(
             server_args,

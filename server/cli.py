@@ -14,8 +14,10 @@ Long-context LLM inference on SGLang's scheduler.
 
 commands:
   serve     serve a model over HTTP        (fathom serve --help)
+  explain   what a policy drops and saves  (fathom explain --help)
   bench     measure against stock SGLang   (fathom bench --help)
   fidelity  what policies cost in answers  (fathom fidelity --help)
+  soak      mixed policies under load      (fathom soak --help)
   calibrate where FastKV should select     (fathom calibrate tsp --help)
   version   show versions
 
@@ -28,6 +30,12 @@ def _serve(argv: list[str]) -> NoReturn:
     main(argv)
 
 
+def _explain(argv: list[str]) -> int:
+    from fathom.server.explain import main
+
+    return main(argv)
+
+
 def _bench(argv: list[str]) -> int:
     from fathom.benchmarks.cli import main
 
@@ -38,6 +46,12 @@ def _fidelity(argv: list[str]) -> int:
     from fathom.benchmarks.fidelity import main
 
     return main(argv) or 0
+
+
+def _soak(argv: list[str]) -> int:
+    from fathom.benchmarks.soak import main
+
+    return main(argv)
 
 
 def _calibrate(argv: list[str]) -> int:
@@ -55,8 +69,10 @@ def _version(argv: list[str]) -> int:
 
 COMMANDS = {
     "serve": _serve,
+    "explain": _explain,
     "bench": _bench,
     "fidelity": _fidelity,
+    "soak": _soak,
     "calibrate": _calibrate,
     "version": _version,
 }

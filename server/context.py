@@ -1,15 +1,16 @@
 """What one HTTP request asked for and what the engine reported about it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime.config import Limits, Policy, validate
+from fathom.runtime.config import Choice, Limits, Policy, choose
 from fathom.runtime.sfi.options import SfiOptions
+from fathom.server.history import History
 
-PRIVATE_KEYS = frozenset({"first_token_time"})
+PRIVATE_KEYS = frozenset({"first_token_time", "staircase"})
 """Keys of the scheduler's report that are not for clients."""
 
 
@@ -18,7 +19,7 @@ class Face:
     """What the HTTP side of one server knows.
 
     Attributes:
-        default: policy of requests that bring none.
+        asked: the operator's policy fields, for requests that say nothing else.
         tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
         depth_span: layers per depth page, or None for the model's default.
@@ -26,10 +27,11 @@ class Face:
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         sfi: how requests decode slow and fast.
+        history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
     """
 
-    default: Policy = field(default_factory=Policy)
+    asked: Mapping[str, Any] = field(default_factory=dict)
     tunings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     depth_span: int | None = None
@@ -37,16 +39,33 @@ class Face:
     profile: Path | None = None
     propagation_buffer: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
+    history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
 
+    def __post_init__(self) -> None:
+        self.choice: Choice = self.choose(None)
+
+    @property
+    def default(self) -> Policy:
+        """The policy of requests that bring none."""
+        return self.choice.policy
+
+    def choose(self, request: Any) -> Choice:
+        """The policy of a request with this ``fathom`` object.
+
+        Raises:
+            PolicyError: for what is illegal or not to be had here.
+        """
+        return choose(request, self.asked, self.limits, self.tunings)
+
     def learn(self, limits: Limits) -> None:
-        """Take in what the served model allows, and hold the default policy against it.
+        """Take in what the served model allows, and hold what the operator asked for against it.
 
         Raises:
             PolicyError: when the default policy asks for what this model cannot do.
         """
         self.limits = limits
-        self.default = validate(self.default, limits)
+        self.choice = self.choose(None)
 
 
 @dataclass
@@ -56,6 +75,7 @@ class RequestContext:
     Attributes:
         route: the route, as a metric label.
         policy: the policy it runs under.
+        left_out: fields that its preset would have filled, each with the reason why it could not.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
         protected: token ranges of the prompt that a selection must keep.
         expected: generations that the request asked for; grows when the engine is called.
@@ -66,6 +86,7 @@ class RequestContext:
     route: str
     policy: Policy
     received_time: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
     protected: tuple[tuple[int, int], ...] = ()
     expected: int = 0
     finished: set[str] = field(default_factory=set)
@@ -92,7 +113,10 @@ class RequestContext:
 
     def describe(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """The object for some of the request's reports."""
-        return {"preset": self.policy.preset} | merge(reports)
+        head: dict[str, Any] = {"preset": self.policy.preset}
+        if self.left_out:
+            head["left_out"] = dict(self.left_out)
+        return head | merge(reports)
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("fathom_request", default=None)

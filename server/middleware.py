@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from fathom.runtime.config import PolicyError, parse
+from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import rewrite
@@ -62,7 +62,7 @@ class PolicyMiddleware:
         try:
             body = await read_body(scope, receive, self._face.max_body_bytes)
             body, request = take_policy(body)
-            policy = parse(request, self._face.default, self._face.limits, self._face.tunings)
+            policy, left_out = self._face.choose(request)
         except ClientGone:
             return
         except RequestError as error:
@@ -72,7 +72,7 @@ class PolicyMiddleware:
             param = f"fathom.{error.field}" if error.field else "fathom"
             await send_error(path, RequestError(400, str(error), param), send)
             return
-        context = RequestContext(path, policy, received_time)
+        context = RequestContext(path, policy, received_time, left_out)
         token = CURRENT.set(context)
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:

@@ -1,10 +1,13 @@
 """A profile: what was measured for one model and is to be served with it. Written by ``fathom calibrate``."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fathom.runtime.config import SPECS, Limits
+from fathom.runtime.presets import EXACT, PRESETS, Presets
 from fathom.server.checks import StartError
 
 VERSION = 1
@@ -16,17 +19,21 @@ class Profile:
 
     Attributes:
         layers: layers of the model it was made for.
-        tsp_layer: layers below FastKV's selection.
+        tsp_layer: layers below FastKV's selection; None where that was not measured.
         measured: how that was found; for people.
+        presets: policy fields by preset, in place of the built-in numbers (``runtime/presets.py``).
     """
 
     layers: int
-    tsp_layer: int
+    tsp_layer: int | None = None
     measured: dict[str, Any] = field(default_factory=dict)
+    presets: Presets = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        content = {"fathom_profile": VERSION, "layers": self.layers, "tsp_layer": self.tsp_layer}
+        content: dict[str, Any] = {"fathom_profile": VERSION, "layers": self.layers}
+        content |= {"tsp_layer": self.tsp_layer} if self.tsp_layer is not None else {}
+        content |= {"presets": dict(self.presets)} if self.presets else {}
         path.write_text(json.dumps(content | {"measured": self.measured}, indent=2) + "\n")
 
     @classmethod
@@ -34,16 +41,20 @@ class Profile:
         """The profile in a file.
 
         Raises:
-            StartError: when there is none that this version can read.
+            StartError: when there is none that this version can read, or a preset in it is illegal.
         """
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise StartError(f"--profile {path}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
         known = isinstance(content, dict) and content.get("fathom_profile") == VERSION
-        if not known or not all(isinstance(content.get(key), int) for key in ("layers", "tsp_layer")):
+        layers, tsp_layer = (content.get(key) for key in ("layers", "tsp_layer")) if known else (None, None)
+        if not isinstance(layers, int) or not isinstance(tsp_layer, int | None):
             raise StartError(f"--profile {path}: not a profile of this version (see fathom calibrate)")
-        return cls(content["layers"], content["tsp_layer"], content.get("measured") or {})
+        presets = content.get("presets") or {}
+        if problem := _preset_problem(presets):
+            raise StartError(f"--profile {path}: {problem}")
+        return cls(layers, tsp_layer, content.get("measured") or {}, presets)
 
     def check(self, layers: int, path: Path) -> None:
         """See that it fits the served model.
@@ -55,3 +66,27 @@ class Profile:
             raise StartError(
                 f"--profile {path}: made for a model of {self.layers} layers; this one has {layers}"
             )
+
+    def over(self, presets: Presets) -> Presets:
+        """The presets of this model: the given ones, each replaced as a whole where the profile has its own."""
+        return {**presets, **self.presets}
+
+
+def _preset_problem(presets: Any) -> str:
+    """What is wrong with a profile's presets; "" for nothing."""
+    own = [name for name in PRESETS if name != EXACT]
+    if not isinstance(presets, Mapping) or not all(isinstance(v, Mapping) for v in presets.values()):
+        return "presets must be an object of objects"
+    for preset, values in presets.items():
+        if preset not in own:
+            return f"presets.{preset} cannot be set; legal: {', '.join(own)}"
+        for name, value in values.items():
+            if name not in SPECS or name == "preset":
+                return f"presets.{preset}.{name} is not a policy field"
+            share = name == "depth_cutoff" and isinstance(value, float) and 0 < value < 1
+            if not share and not SPECS[name].accepts(value, Limits()):
+                legal = SPECS[name].legal(Limits()) + (
+                    ", or a share of the layers in (0, 1)" * (name == "depth_cutoff")
+                )
+                return f"presets.{preset}.{name} must be {legal}, got {json.dumps(value)}"
+    return ""

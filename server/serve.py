@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
+from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, quiet
+from fathom.server import admission, checks, flags, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -134,7 +135,7 @@ def parser() -> Parser:
         "is computed without it, and its answer says so; 0 for none (default: the context length, and at most "
         f"{DEFAULT_PROPAGATION_BUFFER})",
     )
-    config.add_arguments(result)
+    flags.add_arguments(result)
     sfi_options.add_arguments(result)
     return result
 
@@ -158,8 +159,8 @@ def plan(argv: list[str]) -> Plan:
         SystemExit: from the parser.
     """
     positional = argv[0] if argv and not argv[0].startswith("-") else None
-    own, flags = parser().parse_known_args(argv[1:] if positional else argv)
-    engine = _engine_options(flags)
+    own, passed_on = parser().parse_known_args(argv[1:] if positional else argv)
+    engine = _engine_options(passed_on)
     checks.refuse_bypass(engine)
     if own.propagation_buffer is not None and own.propagation_buffer < 0:
         raise StartError(f"--propagation-buffer must be at least 0, got {own.propagation_buffer}")
@@ -170,7 +171,7 @@ def plan(argv: list[str]) -> Plan:
     if not 0 <= own.drain_seconds < float("inf"):
         raise StartError(f"--drain-seconds must be at least 0, got {own.drain_seconds:g}")
     try:
-        policy = config.from_arguments(own)
+        asked = flags.asked_by(own)
         sfi = sfi_options.from_arguments(own)
     except ValueError as error:
         raise StartError(str(error)) from None
@@ -193,10 +194,10 @@ def plan(argv: list[str]) -> Plan:
         host=host,
         port=port,
         draft=draft,
-        engine_flags=[*fixed, *flags, *_missing(engine, name)],
+        engine_flags=[*fixed, *passed_on, *_missing(engine, name)],
         face=Face(
-            default=policy,
-            tunings=config.tunings_of(own, DEMO_TUNINGS if own.demo else None),
+            asked=asked,
+            tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None),
             max_body_bytes=own.max_body_mib << 20,
             depth_span=own.depth_span,
             tsp_layer=own.tsp_layer,
@@ -221,9 +222,9 @@ def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
     return given[0] if given else str(checks.demo_model("draft")) if own.demo else None
 
 
-def _engine_options(flags: list[str]) -> argparse.Namespace:
+def _engine_options(words: list[str]) -> argparse.Namespace:
     """SGLang's options as far as they matter here: from its configuration file, overridden by the flags."""
-    found, _ = _engine_parser().parse_known_args(flags)
+    found, _ = _engine_parser().parse_known_args(words)
     if found.config is None:
         return found
     import yaml
@@ -289,14 +290,14 @@ def _verify_seams() -> None:
         raise StartError(str(error), checks.SEAM) from None
 
 
-def _server_args(flags: list[str]) -> Any:
+def _server_args(words: list[str]) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
     from fathom.runtime.sglang_host import engine_args
 
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return engine_args.build(flags)
+            return engine_args.build(words)
     except SystemExit:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None
@@ -317,17 +318,19 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
         face.propagation_buffer = min(DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
         span = choose_span(layers, face.depth_span)
+        presets = PRESETS
         if face.profile is not None:
             profile = Profile.read(face.profile)
             profile.check(layers, face.profile)
             face.tsp_layer = profile.tsp_layer if face.tsp_layer is None else face.tsp_layer
+            presets = profile.over(PRESETS)
         tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
         lacking = {} if drafted else config.without_draft()
-        face.learn(config.Limits(layers, span, lacking, tsp_layer, face.sfi.config.selected))
+        face.learn(config.Limits(layers, span, lacking, tsp_layer, face.sfi.config.selected, presets))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:
-        raise StartError(config.as_flag(error)) from None
+        raise StartError(flags.as_flag(error)) from None
 
 
 def _run(work: Plan, server_args: Any) -> NoReturn:
@@ -338,7 +341,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
         _learn_lacking(work.face, engine["fathom"])
         print(
             f"Fathom is ready: {server_args.url()} (model {work.name}, {_of_draft(engine['fathom'])}"
-            f"policy {work.face.default.preset})",
+            f"policy {_of_policy(work.face.choice)})",
             flush=True,
         )
 
@@ -365,6 +368,12 @@ def _of_draft(report: dict[str, Any]) -> str:
     return f"draft {os.path.basename(draft['model'])} with {draft['kv_bytes'] / 2**20:.0f} MiB of KV, "
 
 
+def _of_policy(choice: config.Choice) -> str:
+    """The default policy's name, and what its preset has to leave out, for the same line."""
+    without = ", ".join(choice.left_out)
+    return choice.policy.preset + (f"; its preset without {without}" if without else "")
+
+
 def _verify_engine(first_report: dict[str, Any]) -> None:
     """End everything unless the engine process reported Fathom's scheduler when it started."""
     from fathom.runtime.sglang_host import seams
@@ -382,7 +391,7 @@ def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
     try:
         face.learn(replace(face.limits, lacking=report.get("lacking", {})))
     except config.PolicyError as error:
-        print(f"fathom serve: error: {config.as_flag(error)}", file=sys.stderr, flush=True)
+        print(f"fathom serve: error: {flags.as_flag(error)}", file=sys.stderr, flush=True)
         stop_children()
         os._exit(checks.USAGE)
 

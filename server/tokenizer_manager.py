@@ -3,6 +3,7 @@
 import copy
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, Tokeni
 
 from fathom.runtime.config import Policy
 from fathom.server.context import CURRENT, Face, RequestContext, public
+from fathom.server.history import Finished
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
 from fathom.server.routes import OTHER
 
@@ -121,19 +123,26 @@ class FathomTokenizerManager(TokenizerManager):
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
         super().collect_metrics(state, recv_obj, i)
         account, metrics = account_of(state), self.request_metrics
-        if not state.finished or account is None or metrics is None:
+        if account is None or metrics is None:
+            return
+        output_tokens = recv_obj.completion_tokens[i] if recv_obj.completion_tokens else 0
+        self.face.history.put_out(time.perf_counter(), output_tokens - account.seen_tokens)
+        account.seen_tokens = output_tokens
+        if not state.finished:
             return
         outcome = outcome_of(recv_obj.finished_reasons[i])
         metrics.count(account, outcome)
-        output_tokens = recv_obj.completion_tokens[i]
         if outcome in ("abort", "error") or output_tokens == 0:
+            self.face.history.end(ended(account, outcome, recv_obj.prompt_tokens[i], output_tokens))
             return
         first_token = state.time_stats.first_token_time
         if not state.obj.stream and account.first_token is not None:
             # Without streaming, outputs come in groups: only the scheduler saw the first token.
             first_token = account.first_token
         end = state.time_stats.finished_time
-        metrics.observe(account, first_token, end, recv_obj.prompt_tokens[i], output_tokens)
+        prompt_tokens = recv_obj.prompt_tokens[i]
+        metrics.observe(account, first_token, end, prompt_tokens, output_tokens)
+        self.face.history.end(ended(account, outcome, prompt_tokens, output_tokens, first_token, end))
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         reason = recv_obj.finished_reason or {"type": "abort"}
@@ -153,6 +162,23 @@ class FathomTokenizerManager(TokenizerManager):
         account = account_of(state)
         if account is not None and self.request_metrics is not None:
             self.request_metrics.count(account, outcome)
+            self.face.history.end(ended(account, outcome, 0, account.seen_tokens))
+
+
+def ended(
+    account: Account,
+    outcome: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    first_token: float | None = None,
+    end: float | None = None,
+) -> Finished:
+    """One generation for the live page; without times where it did not run to its end."""
+    labels = account.route, account.preset, outcome, prompt_tokens, output_tokens
+    if first_token is None or end is None:
+        return Finished(time.perf_counter(), *labels, report=account.report)
+    tpot = (end - first_token) / (output_tokens - 1) if output_tokens > 1 else None
+    return Finished(end, *labels, first_token - account.start, tpot, end - account.start, account.report)
 
 
 def rids_of(obj: GenerateReqInput) -> list[str]:

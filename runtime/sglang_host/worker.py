@@ -1,5 +1,6 @@
 """The tensor-parallel worker that owns the engine step."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class FathomWorker(TpModelWorker):
     tails: Tails
     proposals: list[Proposal]
     _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
+    _began: float  # of this step: time.perf_counter() in seconds
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,6 +121,7 @@ class FathomWorker(TpModelWorker):
 
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
         self._complete = {}
+        self._began = time.perf_counter()
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
     def draft(self, batch: ScheduleBatch) -> None:
@@ -220,12 +223,15 @@ class FathomWorker(TpModelWorker):
     def close_accounts(self, batch: ScheduleBatch, accounts: list[Account]) -> None:
         extends = batch.extend_lens if batch.forward_mode.is_extend() else [0] * len(accounts)
         decoding = set(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
+        seconds = time.perf_counter() - self._began
         for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
             held = self._held(request)
             if batch.forward_mode.is_decode() or request in decoding:
                 self.ledger.decoded(account, held)
                 if outcome := self.outcomes.get(request):
                     self.ledger.alternated(account, outcome)
+                if batch.forward_mode.is_decode():
+                    self.ledger.timed(account, seconds, outcome is not None and outcome.fast)
             elif batch.forward_mode.is_extend():
                 self.ledger.prefilled(account, tokens, held)
                 self._note_plan(request, account)
@@ -236,22 +242,19 @@ class FathomWorker(TpModelWorker):
         plan, prompt = self.allocator.plan_of(request), prompt_tokens(request)
         account.propagation_skipped = propagation_skipped(request)
         if job := self._complete.get(request):
-            spans = plan.spans
-            account.kept_tokens, account.deep_tokens = round(sum(job.present_in) / spans), job.present_in[-1]
-            account.retained_tokens = round(sum(job.kept_in) / spans)
+            account.climbed(job.present_in, job.kept_in)
             account.propagated_tokens = None if job.selected is None else len(job.selected)
+            self.ledger.scored(account, job.scoring_seconds)
             return
         if not plan.dense and plan.retention is None and plan.propagation is None:
             per_span = tokens_per_span(plan, prompt)
-            account.kept_tokens, account.deep_tokens = round(sum(per_span) / plan.spans), per_span[-1]
-            account.retained_tokens = account.kept_tokens
+            account.climbed(per_span, per_span)
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
         if selection is not None and plan.propagation is None:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
             kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
-            account.deep_tokens = kept if lower == plan.spans else deep
-            account.kept_tokens = round((kept * lower + deep * (plan.spans - lower)) / plan.spans)
-            account.retained_tokens = account.kept_tokens
+            per_span = [kept] * lower + [deep] * (plan.spans - lower)
+            account.climbed(per_span, per_span)
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size

@@ -304,12 +304,29 @@ def test_a_draft_is_paid_for_only_where_it_runs():
         ({"tsp_rate": 0.2}, {"fastkv": FastKV(15, 0.2, 1.0)}),
         ({"kv_retention_rate": 0.1}, {"fastkv": FastKV(15, 1.0, 0.1)}),
         ({"decode": "slow_fast"}, {"slow_fast": SlowFast()}),
-        ({"speculative": True}, {}),
     ],
 )
 def test_plan_of_a_policy(fields, same):
     policy = replace(config.Policy(), **fields)
     assert cost.policy_plan(policy, 32, 9000, draft=LLAMA_8B) == make_plan(32, 9000, **same)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"prefill_keep_rate": 0.3}, {"prefill_keep_rate": 0.3, "depth_cutoff": 24}]
+)
+def test_the_draft_reads_what_it_proposes_for(more):
+    """Once, whether it judges the prompt or not."""
+    policy = replace(config.Policy(), speculative=True, **more)
+    plan = cost.policy_plan(policy, 32, 9000, draft=LLAMA_8B)
+    alone = cost.policy_plan(replace(policy, speculative=False), 32, 9000, draft=LLAMA_8B)
+    assert plan.computed == alone.computed
+    assert cost.draft_flops(plan) == cost.prefill_flops(LLAMA_8B, make_plan(32, 9000))
+
+
+def test_a_prompt_that_stays_whole_is_not_judged():
+    """At 0.99 of 32 chunks all stay: the engine does not ask the draft then."""
+    plan = make_plan(1, 1024, specprefill=SpecPrefill(0.99, LLAMA_8B, min_prompt_tokens=0))
+    assert plan == make_plan(1, 1024)
 
 
 def test_plan_of_a_policy_with_what_the_operator_set():

@@ -65,11 +65,6 @@ MISTAKES = [
         2,
         '--preset must be one of "exact", "balanced", "turbo", got "fast"',
     ),
-    (
-        ["serve", "x", "--preset", "turbo"],
-        2,
-        '--preset: "turbo" is not available in this build; legal: "exact"',
-    ),
     (["serve", "x", "--decode", "slow"], 2, '--decode must be one of "slow_fast", "full", got "slow"'),
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
@@ -88,7 +83,11 @@ MISTAKES = [
         2,
         "--speculative-algorithm EAGLE is not supported: ",
     ),
-    (["servr"], 2, "unknown command 'servr'; commands: serve, bench, fidelity, calibrate, version"),
+    (
+        ["servr"],
+        2,
+        "unknown command 'servr'; commands: serve, explain, bench, fidelity, soak, calibrate, version",
+    ),
 ]
 
 

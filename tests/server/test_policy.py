@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
+from fathom.server import flags
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
 LIMITS = Limits(layers=16, span=4, sfi_selected=500)
@@ -23,7 +24,7 @@ def every_mechanism(monkeypatch):
 
 rates = st.floats(min_value=0, max_value=1, exclude_min=True, allow_nan=False)
 LEGAL = {
-    "preset": st.just("exact"),
+    "preset": st.sampled_from(["exact", "balanced", "turbo"]),
     "prefill_keep_rate": rates | st.just("auto"),
     "lookahead": st.integers(1, 64),
     "min_prompt_tokens": st.integers(0, 10000),
@@ -72,7 +73,7 @@ def test_any_json_value_is_taken_or_refused_by_name(name, value):
         assert str(error).startswith(f"fathom.{name}")
         assert "must be" in str(error) or "legal:" in str(error) or "nearest:" in str(error)
     else:
-        assert policy == Policy()
+        assert name == "preset" or getattr(policy, name) == value
 
 
 @given(st.dictionaries(st.text(max_size=8), json_values, min_size=1, max_size=3))
@@ -139,12 +140,6 @@ def test_a_mechanism_must_be_in_the_build(request_object, mechanism, monkeypatch
     assert parse(request_object, Policy(), LIMITS).preset == CUSTOM
 
 
-@pytest.mark.parametrize("name", sorted(set(config.SPECS["preset"].words) - config.PRESETS.keys()))
-def test_a_preset_must_be_in_the_build(name):
-    with pytest.raises(PolicyError, match=rf'fathom\.preset: "{name}" is not available in this build'):
-        parse({"preset": name}, Policy())
-
-
 @pytest.mark.parametrize(
     "request_object",
     [
@@ -197,16 +192,18 @@ def test_the_schema_agrees_with_the_validator(name, value):
 
 def test_flags_come_from_the_fields():
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    flags.add_arguments(parser)
     text = " ".join(parser.format_help().split())
     for name, spec in config.SPECS.items():
         assert "--" + name.replace("_", "-") in text
         assert " ".join(spec.legal(Limits()).split()) in text
-    assert config.from_arguments(parser.parse_args([])) == Policy()
+    assert flags.asked_by(parser.parse_args([])) == {}
     with pytest.raises(PolicyError, match=r"^--tsp-rate must be in \(0, 1\], got 3.0$"):
-        config.from_arguments(parser.parse_args(["--tsp-rate", "3"]))
-    with pytest.raises(PolicyError, match=r"^--speculative: drafting is not available here \(no draft"):
-        config.from_arguments(parser.parse_args(["--speculative"]), Limits(lacking=config.without_draft()))
+        flags.asked_by(parser.parse_args(["--tsp-rate", "3"]))
+    asked = flags.asked_by(parser.parse_args(["--speculative"]))
+    with pytest.raises(PolicyError) as caught:
+        config.choose(None, asked, Limits(lacking=config.without_draft()))
+    assert flags.as_flag(caught.value).startswith("--speculative: drafting is not available here (no draft")
 
 
 def test_what_the_model_lacks_is_refused_with_the_reason():
@@ -245,14 +242,16 @@ def test_the_description_covers_every_field():
 
 def test_the_operators_tunings_are_for_requests_that_give_none(every_mechanism):
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    flags.add_arguments(parser)
     arguments = parser.parse_args(["--min-prompt-tokens", "300", "--draft-tokens", "6"])
-    tunings = config.tunings_of(arguments, {"lookahead": 5, "draft_tokens": 2})
+    tunings = flags.tunings_of(arguments, {"lookahead": 5, "draft_tokens": 2})
     assert tunings == {"min_prompt_tokens": 300, "lookahead": 5, "draft_tokens": 6}
-    default = config.from_arguments(arguments)
-    assert default == Policy()
-    found = parse({"prefill_keep_rate": 0.2}, default, LIMITS, tunings)
+    asked = flags.asked_by(arguments)
+    default = Policy()
+    assert config.choose(None, asked).policy == default
+    found = config.choose({"prefill_keep_rate": 0.2}, asked, LIMITS, tunings).policy
     assert (found.min_prompt_tokens, found.lookahead, found.draft_tokens) == (300, 5, 4)
+    assert found == parse({"prefill_keep_rate": 0.2}, default, LIMITS, tunings)
     found = parse({"prefill_keep_rate": 0.2, "min_prompt_tokens": 7}, default, LIMITS, tunings)
     assert (found.min_prompt_tokens, found.lookahead) == (7, 5)
     assert (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host import torchvision_ops
+from fathom.server.context import Face
 from fathom.server.metrics import Account, outcome_of
 
 torchvision_ops.declare()
@@ -109,6 +110,7 @@ def manager(monkeypatch):
     """The manager without its sockets and model."""
     made = FathomTokenizerManager.__new__(FathomTokenizerManager)
     made.request_metrics = Recorder()
+    made.face = Face()
     made.rid_to_state = {}
     monkeypatch.setattr(ours.TokenizerManager, "collect_metrics", lambda *_: None)
     monkeypatch.setattr(ours.TokenizerManager, "_release_req_states_on_failure", lambda *_: None)
@@ -149,6 +151,9 @@ def test_the_first_token_is_the_schedulers_without_streaming(manager, stream, fi
     state.fathom_account.first_token = 11.0
     manager.collect_metrics(state, output({"type": "length"}), 0)
     assert manager.request_metrics.times == [(first, 16.0, 3, 6)]
+    (ended,) = manager.face.history.finished
+    assert (ended.ttft, ended.latency, ended.tpot) == (first - 10, 6.0, (16 - first) / 5)
+    assert (ended.route, ended.preset, ended.outcome) == ("/generate", "exact", "length")
     assert manager.request_metrics.outcomes == [("/generate", "length")]
 
 
@@ -166,6 +171,18 @@ def test_only_what_ran_to_its_end_is_timed(manager, reason, outcome):
     manager.collect_metrics(state_of(), output(reason), 0)
     assert manager.request_metrics.outcomes == [("/generate", outcome)]
     assert bool(manager.request_metrics.times) == (outcome in ("stop", "length"))
+    assert [(g.outcome, g.ttft is None) for g in manager.face.history.finished] == [
+        (outcome, outcome in ("abort", "error"))
+    ]
+
+
+def test_tokens_of_a_stream_are_counted_as_they_come(manager):
+    state, counted = state_of(stream=True), []
+    manager.face.history.put_out = lambda now, tokens: counted.append(tokens)
+    for tokens in (2, 2, 6):
+        state.finished = tokens == 6
+        manager.collect_metrics(state, output({"type": "length"}, tokens), 0)
+    assert counted == [2, 0, 4]
 
 
 def test_health_checks_and_running_requests_are_not_counted(manager):
@@ -173,7 +190,7 @@ def test_health_checks_and_running_requests_are_not_counted(manager):
     running = state_of()
     running.finished = False
     manager.collect_metrics(running, output(None), 0)
-    assert not manager.request_metrics.outcomes
+    assert not manager.request_metrics.outcomes and not manager.face.history.finished
 
 
 def test_a_request_that_never_reached_the_scheduler_is_an_error(manager):

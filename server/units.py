@@ -1,0 +1,33 @@
+"""Numbers for people."""
+
+
+def flops(value: float) -> str:
+    """FLOPs in the largest unit that leaves a digit before the point."""
+    if value == 0:
+        return "0"
+    for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if value >= unit:
+            return f"{value / unit:.2f} {name}"
+    return f"{value / 1e6:.2f} MFLOP"
+
+
+def size(value: float) -> str:
+    """Bytes in the largest binary unit that leaves a digit before the point."""
+    for shift, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value >= 1 << shift:
+            return f"{value / (1 << shift):.2f} {name}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in seconds or milliseconds, to three digits or so; a dash for None."""
+    if value is None:
+        return "–"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1000:.0f} ms" if value >= 0.01 else f"{value * 1000:.1f} ms"
+
+
+def percent(value: float | None) -> str:
+    """A share as a whole percentage; a dash for None."""
+    return "–" if value is None else f"{100 * value:.0f} %"
