@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 
 from fathom.runtime.config import Policy
+from fathom.server import bounds
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
 from fathom.server.routes import OTHER
@@ -46,10 +47,12 @@ class FathomTokenizerManager(TokenizerManager):
         """SGLang's generator of outputs, with the policy put in and the reports collected.
 
         Raises:
-            ValueError: for a cache key in the name space that is reserved for policies.
+            ValueError: for a value that the engine could not survive, and for a cache key in the name space that is
+                reserved for policies.
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
+            bounds.check(obj, self.model_config.vocab_size)
             policy = context.policy if context else self.face.default
             refuse_prompt_outputs(obj, policy)
             apply_policy(obj, policy, context.protected if context else ())
