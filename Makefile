@@ -7,6 +7,12 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 PORT ?= 30000
 ARGS ?=
+# Files that are tested at the same time; each has servers of its own (1.5 GB each).
+WORKERS ?= 2
+
+# The packages are installed without byte code: each module that is ever imported is compiled once and kept. Where
+# the environment forbids that, every process of a server would compile all of them anew (10 s each).
+export PYTHONDONTWRITEBYTECODE :=
 
 # PyTorch's own index has CPU builds of torch and torchvision. Where it cannot be reached, pip gives up on it at
 # once and takes what its configured places have.
@@ -35,15 +41,16 @@ serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
 test: $(TEST_STAMP)  ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-lint: $(TEST_STAMP)  ## ruff, mypy and hadolint
+lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p .mypy_path/fathom && cd .mypy_path/fathom && \
 	  for room in server runtime kernels benchmarks demo; do ln -sfn ../../$$room $$room; done
 	$(BIN)/mypy
+	$(BIN)/python requirements/audit.py requirements/cpu.lock requirements/test.lock
 
 format: $(STAMP)  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
@@ -66,7 +73,7 @@ lock:  ## resolve requirements/*.in anew (needs uv)
 	  --find-links $${PIP_FIND_LINKS:-.} --no-header --no-annotate -q | sed 's/^torch==.*/torch==2.13.0/' \
 	  > requirements/cpu.lock
 	uv pip compile requirements/test.in --constraint requirements/cpu.lock --python-version 3.11 \
-	  --no-header --no-annotate -q | grep -vxFf requirements/cpu.lock > requirements/test.lock
+	  --no-header --no-annotate -q | grep -v '^pip==' | grep -vxFf requirements/cpu.lock > requirements/test.lock
 	grep -vE '^(triton|torchvision)==' requirements/cpu.lock > requirements/.shared
 	UV_FIND_LINKS= uv pip compile pyproject.toml requirements/cuda.in --constraint requirements/.shared \
 	  --python-version 3.12 --python-platform x86_64-manylinux_2_39 --no-header --no-annotate -q -o requirements/cuda.lock

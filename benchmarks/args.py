@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from fathom.benchmarks import vllm_env
-from fathom.benchmarks.measure import Cell, Settings
-from fathom.benchmarks.model import BENCH, TINY, Shape
+from fathom.benchmarks.model import BENCH, TINY, Shape, shape_of
+from fathom.benchmarks.prompts import TAIL, Cell, Settings
 from fathom.benchmarks.variants import KNOWN, Variant, with_body
+from fathom.demo.corpus import TASKS
 
 SLACK = 64
 """Tokens of context and KV beside prompt and output, per request."""
@@ -42,14 +45,25 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _policy(text: str) -> Variant:
+def _shape(text: str) -> dict[str, int]:
+    """`layers=8,heads=8` as fields of a shape."""
+    legal = [field.name for field in fields(Shape) if isinstance(field.default, int)]
+    found = dict(_assignment(part) for part in text.split(","))
+    if unknown := [name for name in found if name not in legal]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no size of the model; legal: {', '.join(legal)}")
+    return {name: token_count(value) for name, value in found.items()}
+
+
+def named_policy(text: str, taken: Collection[str] = ()) -> Variant:
+    """NAME=JSON as a Fathom server's variant whose name is not `taken`. argparse's error says what is wrong."""
     name, value = _assignment(text)
     try:
         policy = json.loads(value)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
-    if name in KNOWN or not isinstance(policy, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a new name and a JSON object")
+    if name in taken or not isinstance(policy, dict):
+        reserved = f" (not {', '.join(taken)})" if taken else ""
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a new name{reserved} and a JSON object")
     return with_body(name, policy)
 
 
@@ -64,7 +78,7 @@ def _add_compared(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--policy",
-        type=_policy,
+        type=partial(named_policy, taken=KNOWN),
         action="append",
         default=[],
         metavar="NAME=JSON",
@@ -78,6 +92,46 @@ def _add_compared(p: argparse.ArgumentParser) -> None:
         metavar="NAME=FLAGS",
         help="further flags for the server called NAME; repeatable",
     )
+    group.add_argument(
+        "--one-server",
+        action="store_true",
+        help="Fathom variants that differ in their policy only share one server, whose prefix cache is emptied "
+        "before each turn; all of them then have the draft model, if one has",
+    )
+    group.add_argument(
+        "--fidelity",
+        metavar="FILE",
+        help="JSON of `fathom fidelity` for the same policies, shown beside the ratios to dense; `run` asks first "
+        "(--grid all)",
+    )
+
+
+def _add_model(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("on which model").add_argument
+    add(
+        "--model-shape",
+        type=_shape,
+        default={},
+        metavar="NAME=N,…",
+        help="sizes of the generated model that differ from the standard one, such as layers=8,heads=8",
+    )
+    add(
+        "--model",
+        metavar="PATH",
+        help="a trained checkpoint; it is asked questions about documents, and its answers end by themselves",
+    )
+    add(
+        "--draft",
+        metavar="PATH",
+        help="its draft, for policies that need one (default: the generated model's)",
+    )
+    add(
+        "--poor-draft",
+        metavar="NAME=JSON",
+        type=partial(named_policy, taken=KNOWN),
+        help="a further variant as with --policy, with a copy of --draft that has random weights",
+    )
+    add("--task", choices=TASKS, default="list", help="of the questions for --model (default: %(default)s)")
 
 
 def _add_grid(p: argparse.ArgumentParser) -> None:
@@ -100,7 +154,20 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     add("--output", type=int, default=own.output, help="output tokens per request (default: %(default)s)")
     add("--rounds", type=int, default=own.rounds, help="counted turns of each server (default: %(default)s)")
     add("--warmups", type=int, default=own.warmups, help="uncounted turns before (default: %(default)s)")
+    add(
+        "--warmup-prompt",
+        type=token_count,
+        default=0,
+        metavar="N",
+        help="tokens per prompt of the uncounted turns (default: as in the cell)",
+    )
     add("--shared-prefix", type=_share, default=0.0, help="share of a prompt already cached (default: 0)")
+    add(
+        "--shared-document",
+        action="store_true",
+        help=f"all prompts begin like one document that each variant reads once, and end in {TAIL} tokens of their "
+        "own: for figures of decoding",
+    )
     add("--dtype", choices=["bfloat16", "float32"], default=BENCH.dtype, help="default: %(default)s")
     add("--seed", type=int, default=own.seed, help="of weights and prompts (default: %(default)s)")
     add("--quick", action="store_true", help="tiny model, 64-token prompts: a check, not a measurement")
@@ -125,21 +192,41 @@ def parser() -> argparse.ArgumentParser:
         "alternation; prints medians, spread and ratios and writes every sample as JSON.",
     )
     _add_compared(p)
+    _add_model(p)
     _add_grid(p)
     _add_run(p)
     return p
 
 
+def _model_shape(args: argparse.Namespace) -> Shape:
+    if args.model:
+        if args.model_shape or args.shared_prefix or args.shared_document or args.quick:
+            raise ValueError(
+                "--model goes without --model-shape, --shared-prefix, --shared-document and --quick"
+            )
+        if args.poor_draft and not args.draft:
+            raise ValueError("--poor-draft goes with --draft")
+        return shape_of(Path(args.model))
+    if args.draft or args.poor_draft:
+        raise ValueError("--draft and --poor-draft go with --model")
+    return replace(TINY if args.quick else BENCH, dtype=args.dtype, seed=args.seed, **args.model_shape)
+
+
 def plan(args: argparse.Namespace) -> tuple[Shape, list[Cell], Settings]:
     """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured."""
-    names = ("output", "rounds", "warmups", "shared_prefix", "seed", "limit")
-    settings = Settings(**{name: getattr(args, name) for name in names})
-    shape = replace(TINY if args.quick else BENCH, dtype=args.dtype, seed=args.seed)
-    prompts, batches = args.prompts, args.batches
+    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "seed", "limit")
+    task = args.task if args.model else ""
+    values = {name: getattr(args, name) for name in names}
+    settings = Settings(**values, document=args.shared_document, task=task)
+    shape, prompts, batches = _model_shape(args), args.prompts, args.batches
     if args.quick:
         settings, prompts, batches = replace(settings, output=8, rounds=2), [64], [1, 2]
     if settings.output < 2 or settings.rounds < 1:
         raise ValueError("--output must be at least 2 (TPOT needs a second token), --rounds at least 1")
+    if settings.document and settings.shared_prefix:
+        raise ValueError("--shared-document and --shared-prefix exclude each other")
+    if settings.document and min(prompts) <= 2 * TAIL:
+        raise ValueError(f"--shared-document needs prompts of more than {2 * TAIL} tokens")
     if (longest := max(prompts) + settings.output + SLACK) > shape.max_position:
         raise ValueError(f"{longest} tokens are more than the model's {shape.max_position} positions")
     return shape, [Cell(prompt, batch) for prompt in prompts for batch in batches], settings
@@ -153,7 +240,14 @@ class Room:
     kv_tokens: int
 
 
-def room(cells: list[Cell], settings: Settings) -> Room:
-    """Twice the largest cell: its own tokens and as many cached ones."""
+def room(cells: list[Cell], settings: Settings, variants: int = 1) -> Room:
+    """Twice the largest cell: its own tokens and as many cached ones.
+
+    With a shared document, one copy for each of the variants that share a server and one that is being read, and
+    beside them what each request has of its own, which may be a copy of half of its prompt.
+    """
     each = max(cell.prompt for cell in cells) + settings.output + SLACK
-    return Room(each, 2 * each * max(cell.batch for cell in cells))
+    batch = max(cell.batch for cell in cells)
+    if settings.document:
+        return Room(each, (variants + 1) * each + batch * (each // 2 + settings.output + SLACK))
+    return Room(each, 2 * each * batch)

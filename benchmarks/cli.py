@@ -13,11 +13,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fathom.benchmarks import liveness, predict, report, servers, vllm_env
+from fathom.benchmarks import combined, liveness, predict, report, servers, sfi_kernels, studies, vllm_env
 from fathom.benchmarks.args import parser, plan, room
 from fathom.benchmarks.client import BenchError
-from fathom.benchmarks.measure import Bench, Cell, Settings, Turn, steps
-from fathom.benchmarks.model import Shape, draft_of, ensure
+from fathom.benchmarks.measure import Bench, Turn, steps
+from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
+from fathom.benchmarks.prompts import Cell, Prompts, Settings, question_prompts, random_prompts
 from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, with_flags
 
 
@@ -28,6 +29,8 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
         raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(KNOWN)}")
     variants = {name: variant for name, variant in KNOWN.items() if name in names}
     variants |= {variant.name: variant for variant in args.policy}
+    if args.poor_draft:
+        variants[args.poor_draft.name] = args.poor_draft
     for name, flags in args.server_flags:
         if name not in variants:
             raise ValueError(f"--server-flags {name}=…: the servers of this run are {', '.join(variants)}")
@@ -35,21 +38,45 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
     return list(variants.values())
 
 
+def with_drafts(variants: list[Variant], shape: Shape, args: argparse.Namespace) -> list[Variant]:
+    """The variants, those that need a draft with one; on one server all of them have it."""
+    cache, found = args.cache.resolve(), []
+    if args.poor_draft:
+        flags = ["--draft-model-path", str(scrambled(Path(args.draft or ""), cache))]
+        variants = [with_flags(v, flags) if v.name == args.poor_draft.name else v for v in variants]
+    if not any(variant.drafted for variant in variants):
+        return variants
+    draft = str(Path(args.draft).resolve() if args.draft else ensure(draft_of(shape), cache))
+    for variant in variants:
+        own = variant.engine == "fathom" and variant.option("--draft-model-path") is None
+        needs = variant.drafted or (args.one_server and own)
+        found.append(with_flags(variant, ["--draft-model-path", draft]) if needs else variant)
+    return found
+
+
 def start_all(
-    running: list[servers.Server], variants: list[Variant], at: Place, logs: Path, limit: float
+    running: list[servers.Server], variants: list[Variant], at: Place, logs: Path, limit: float, share: bool
 ) -> list[dict]:
     """Start the servers, each after the one before is ready. Returns what each is, for the report.
 
-    Engines also pick ports by themselves, and two that start together can pick the same one.
+    Engines also pick ports by themselves, and two that start together can pick the same one. With `share`, variants
+    that are started in the same way have one process.
     """
     described = []
+    started: dict[tuple[str, ...], servers.Server] = {}
     for variant in tqdm(variants, desc="starting", unit="server"):
         here = replace(at, port=servers.free_port())
         command = [here.fill(part) for part in variant.command]
         env = {key: here.fill(value) for key, value in variant.env.items()}
-        server = servers.start(variant, command, env, here.port, logs)
-        running.append(server)
-        server.wait_ready(limit)
+        server = started.get(variant.command) if share else None
+        if server is None:
+            server = servers.start(variant, command, env, here.port, logs)
+            running.append(server)
+            server.wait_ready(limit)
+            started[variant.command] = server
+        else:
+            server = replace(server, variant=variant)
+            running.append(server)
         described.append(
             {
                 "name": variant.name,
@@ -64,10 +91,11 @@ def start_all(
 
 
 def measure(
-    running: list[servers.Server], shape: Shape, cells: list[Cell], settings: Settings
+    running: list[servers.Server], shape: Shape, cells: list[Cell], settings: Settings, prompts: Prompts
 ) -> tuple[list[dict], dict[str, int]]:
-    """All cells as JSON, and the requests sent to each server, with a progress bar."""
+    """All cells as JSON, and the requests sent to each process by its address, with a progress bar."""
     names = [server.variant.name for server in running]
+    bases = {server.variant.name for server in running if server.variant.dense}
     done: list[dict] = []
     with tqdm(total=steps(cells, len(names), settings), unit="turn", desc="measuring") as bar:
 
@@ -79,11 +107,22 @@ def measure(
             expected = predict.predictions(
                 [server.variant for server in running], shape, cell, settings, turns
             )
-            done.append({**report.cell_json(cell, settings.output, turns, names), "predictions": expected})
+            found = report.cell_json(cell, settings.output, turns, names, bases)
+            done.append({**found, "predictions": expected})
 
-        bench = Bench(running, settings, shape.vocab, advance)
+        bench = Bench(running, settings, prompts, advance)
         asyncio.run(bench.run(cells, record))
-    return done, bench.sent
+    sent = dict.fromkeys((server.url for server in running), 0)
+    for server in running:
+        sent[server.url] += bench.sent[server.variant.name]
+    return done, sent
+
+
+def prompt_source(args: argparse.Namespace, shape: Shape, settings: Settings) -> Prompts:
+    """Questions for a trained model, random words for a generated one."""
+    if args.model:
+        return question_prompts(args.model, settings)
+    return lambda cell, round_index: random_prompts(cell, settings, shape.vocab, round_index)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
@@ -94,20 +133,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
     vllm_folder = args.vllm_env.absolute()
     if VLLM.name in {variant.name for variant in variants}:
         vllm_env.make(vllm_folder)
-    space = room(cells, settings)
+    variants = with_drafts(variants, shape, args)
+    space = room(cells, settings, len(variants) if args.one_server else 1)
     kv_bytes = space.kv_tokens * shape.kv_bytes_per_token
-    model = ensure(shape, args.cache.resolve())
-    if any(variant.drafted for variant in variants):
-        draft = str(ensure(draft_of(shape), args.cache.resolve()))
-        variants = [with_flags(v, ["--draft-model-path", draft]) if v.drafted else v for v in variants]
+    model = Path(args.model).resolve() if args.model else ensure(shape, args.cache.resolve())
     vllm = vllm_env.executable(vllm_folder)
     at = Place(model, 0, shape.dtype, space.context, space.kv_tokens, kv_bytes, vllm)
     result = report.header(argv, shape, settings)
+    result["draft_shares"] = predict.shares_of(variants, shape, cells)
+    logs, prompts = args.cache.resolve() / "logs", prompt_source(args, shape, settings)
     with servers.stopping() as running:
-        result["variants"] = start_all(running, variants, at, args.cache.resolve() / "logs", args.start_limit)
-        result["cells"], sent = measure(running, shape, cells, settings)
+        result["variants"] = start_all(running, variants, at, logs, args.start_limit, args.one_server)
+        result["cells"], sent = measure(running, shape, cells, settings, prompts)
         for server in running:
-            liveness.check_served(server, sent[server.variant.name])
+            liveness.check_served(server, sent[server.url])
     result["foreign_cpu"] = report.foreign_cpu(result["cells"])
     return result
 
@@ -119,10 +158,26 @@ def default_out(result: dict, name: str | None) -> Path:
     return folder / f"{stamp}-{name or '-'.join(variant['name'] for variant in result['variants'])}.json"
 
 
+def write(result: dict, out: Path) -> list[Path]:
+    """The JSON at `out`; with fidelity in it also the comparison of all policies as Markdown, and its picture."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    paths = [out]
+    if "fidelity" in result:
+        rows = combined.rows(result)
+        paths.append(out.with_suffix(".md"))
+        paths[-1].write_text(combined.page(result, rows) + "\n")
+        paths += combined.plot(rows, out.with_suffix(".png"))
+    return paths
+
+
 def main(argv: list[str]) -> int:
     """Run the bench. Returns 0; 1 after one line that says why there is no result; 2 for wrong arguments."""
-    args = parser().parse_args(argv)
     try:
+        if "--kernels" in argv:
+            return sfi_kernels.main([word for word in argv if word != "--kernels"])
+        args = parser().parse_args(studies.expand(argv))
+        fidelity = combined.fidelity_of(args.fidelity, args.cache) if args.fidelity else None
         result = run(args, argv)
     except (BenchError, ValueError) as error:
         print(f"fathom bench: error: {error}", file=sys.stderr)
@@ -130,10 +185,13 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("fathom bench: interrupted, nothing written", file=sys.stderr)
         return 130
-    out = args.out or default_out(result, args.name)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print("", report.table(result), *report.notes(result), f"Written: {out}", sep="\n\n")
+    if fidelity:
+        result["fidelity"] = fidelity
+    paths = write(result, args.out or default_out(result, args.name))
+    shown = ["", report.table(result), *report.notes(result)]
+    if fidelity:
+        shown.append(combined.page(result, combined.rows(result)))
+    print(*shown, f"Written: {', '.join(map(str, paths))}", sep="\n\n")
     return 0
 
 

@@ -39,14 +39,14 @@ class Reply:
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
-def request_body(prompt: list[int], output_tokens: int, extra: dict) -> bytes:
-    """The JSON of one greedy request that yields exactly `output_tokens` tokens."""
+def request_body(prompt: list[int], output_tokens: int, extra: dict, ends: bool = False) -> bytes:
+    """JSON of a greedy request that yields exactly `output_tokens` tokens, or at most, if it `ends` itself."""
     body = {
         "model": MODEL_NAME,
         "prompt": prompt,
         "max_tokens": output_tokens,
         "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": not ends,
         "stream": True,
         "stream_options": {"include_usage": True},
         **extra,
@@ -85,10 +85,18 @@ async def _stream(client: httpx.AsyncClient, body: bytes) -> Reply:
 
 
 async def complete(
-    client: httpx.AsyncClient, prompt: list[int], output_tokens: int, extra: dict, limit: float
+    client: httpx.AsyncClient,
+    prompt: list[int],
+    output_tokens: int,
+    extra: dict,
+    limit: float,
+    ends: bool = False,
 ) -> Reply:
-    """One request. BenchError on any failure, another token count than asked, or after `limit` seconds."""
-    body = request_body(prompt, output_tokens, extra)
+    """One request. BenchError on any failure, another token count than asked, or after `limit` seconds.
+
+    A request that `ends` itself may yield fewer tokens, but two at least.
+    """
+    body = request_body(prompt, output_tokens, extra, ends)
     try:
         reply = await asyncio.wait_for(_stream(client, body), limit)
     except TimeoutError:
@@ -97,7 +105,8 @@ async def complete(
         ) from None
     except httpx.HTTPError as error:
         raise BenchError(f"{client.base_url}: {type(error).__name__} {error}") from error
-    if (reply.prompt_tokens, reply.output_tokens) != (len(prompt), output_tokens):
+    least = 2 if ends else output_tokens
+    if reply.prompt_tokens != len(prompt) or not least <= reply.output_tokens <= output_tokens:
         raise BenchError(
             f"{client.base_url} counted {reply.prompt_tokens} + {reply.output_tokens} tokens, "
             f"asked were {len(prompt)} + {output_tokens}"
@@ -106,11 +115,16 @@ async def complete(
 
 
 async def complete_batch(
-    client: httpx.AsyncClient, prompts: list[list[int]], output_tokens: int, extra: dict, limit: float
+    client: httpx.AsyncClient,
+    prompts: list[list[int]],
+    output_tokens: int,
+    extra: dict,
+    limit: float,
+    ends: bool = False,
 ) -> list[Reply]:
     """All prompts at once, each on its own connection; replies in the order of the prompts."""
     return await asyncio.gather(
-        *(complete(client, prompt, output_tokens, extra, limit) for prompt in prompts)
+        *(complete(client, prompt, output_tokens, extra, limit, ends) for prompt in prompts)
     )
 
 

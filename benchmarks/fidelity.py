@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 from tqdm import tqdm
 
-from fathom.benchmarks import fidelity_report, liveness, plot_fidelity, report, servers, stats
+from fathom.benchmarks import fidelity_files, fidelity_report, liveness, report, servers, stats
 from fathom.benchmarks.client import BenchError, open_client
-from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parser
+from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parse
 from fathom.benchmarks.fidelity_checks import check
 from fathom.benchmarks.fidelity_client import Item, ask_all
 from fathom.benchmarks.fidelity_report import Results, Scored
@@ -28,7 +28,7 @@ from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
 from fathom.demo.corpus import Sample, eval_samples, prompt_ids
 from fathom.server.checks import StartError, demo_model
 
-SCHEMA = 1
+SCHEMA = 2
 ANSWER_SLACK = 8
 """Tokens that an answer may be longer than the right one before it is cut: it is wrong by then."""
 
@@ -92,11 +92,16 @@ def export(asked: Questions, path: Path) -> int:
 
 @dataclass
 class Asker:
-    """Asks one server everything, block by block; `sent` counts the requests that were answered."""
+    """Asks one server under some policies, block by block; `sent` counts the requests that were answered.
+
+    No new block begins after `minutes`.
+    """
 
     server: servers.Server
     model: str
     todo: Grid
+    policies: list[Variant]
+    minutes: float
     asked: Questions
     args: argparse.Namespace
     sent: int = 0
@@ -117,25 +122,25 @@ class Asker:
         return scored
 
     async def run(self) -> Results:
-        """All blocks until time is up. Every cell keeps only the questions that all policies answered."""
+        """All blocks until time is up."""
         todo, block = self.todo, self.args.in_flight
-        policies = {policy.name: policy for policy in todo.policies}
+        policies = {policy.name: policy for policy in self.policies}
         results: Results = {(cell, name): [] for cell in todo.cells for name in policies}
         total = len(todo.cells) * len(policies) * todo.samples
         async with open_client(self.server.url) as client:
-            for policy in todo.policies:  # not counted: refusals come before the long wait, kernels get warm
+            for policy in self.policies:  # not counted: refusals come before the long wait, kernels get warm
                 await self.turn(client, policy, self.asked[todo.cells[0]][:1])
-            deadline = time.monotonic() + 60 * self.args.minutes
+            deadline = time.monotonic() + 60 * self.minutes
             with tqdm(total=total, unit="answer", desc="asking") as bar:
                 for number, cell, start in self._turns(block):
                     for name in stats.order(list(policies), number):
                         if time.monotonic() > deadline:
-                            return complete(results)
+                            return results
                         bar.set_postfix_str(f"{cell.task} {cell.context} {name}", refresh=False)
                         items = self.asked[cell][start : start + block]
                         results[cell, name] += await self.turn(client, policies[name], items)
                         bar.update(len(items))
-        return complete(results)
+        return results
 
     def _turns(self, block: int) -> Iterator[tuple[int, Cell, int]]:
         for number, start in enumerate(range(0, self.todo.samples, block)):
@@ -169,9 +174,9 @@ def check_auto(todo: Grid, results: Results) -> None:
 
 
 def _start(
-    running: list[servers.Server], model: str, asked: Questions, args: argparse.Namespace
+    running: list[servers.Server], like: Variant, model: str, asked: Questions, args: argparse.Namespace
 ) -> tuple[servers.Server, list[str]]:
-    """Start the server with room for the longest conversation, `in_flight` times over; also its command."""
+    """Start a policy's server with room for the longest conversation, `in_flight` times over; also its command."""
     items = [item for items in asked.values() for item in items]
     context = max(item.sample.prompt_tokens + item.max_tokens for item in items) + CONTEXT_SLACK
     path = Path(model).resolve() if Path(model).exists() else Path(model)
@@ -179,7 +184,7 @@ def _start(
     at = Place(path, port, args.dtype, context, kv_tokens, 0, Path())
     draft = args.draft_model or (str(demo_model("draft")) if args.model is None else None)
     drafted = [] if draft is None else ["--draft-model-path", draft]
-    variant = with_flags(FATHOM, [*drafted, *shlex.split(args.server_flags)])
+    variant = with_flags(like, [*drafted, *shlex.split(args.server_flags)])
     command = [at.fill(part) for part in variant.command]
     server = servers.start(variant, command, {**PATIENT, **variant.env}, port, args.cache.resolve() / "logs")
     running.append(server)
@@ -210,21 +215,49 @@ def _requests(identity: dict) -> int:
     return sum(engine["steps"]["requests"] for engine in identity["engine"])
 
 
-def ask_server(server: servers.Server, todo: Grid, asked: Questions, args: argparse.Namespace) -> dict:
-    """Ask everything. Returns what was found, with the answers under `results`."""
+def ask_server(
+    server: servers.Server,
+    todo: Grid,
+    policies: list[Variant],
+    asked: Questions,
+    args: argparse.Namespace,
+) -> tuple[dict, Results]:
+    """Ask everything under some policies of the grid, in their share of the time."""
     identity, name = _identify(server)
-    asker = Asker(server, name, todo, asked, args)
+    minutes = args.minutes * len(policies) / len(todo.policies)
+    asker = Asker(server, name, todo, policies, minutes, asked, args)
     sampler = Sampler(server.process.pid) if server.process else None
     start = time.monotonic()
     with sampler or contextlib.nullcontext():
         results = asyncio.run(asker.run())
     seconds = time.monotonic() - start
     liveness.check_served(server, _requests(identity) + asker.sent)
-    check_auto(todo, results)
-    found = {"identity": identity, "served_model": name, "seconds": round(seconds, 2), "results": results}
+    found = {"identity": identity, "served_model": name, "seconds": round(seconds, 2)}
     if sampler:
         found["foreign_cpu"] = sampler.usage.foreign_cpu
-    return found
+    return found, results
+
+
+def ask_servers(
+    todo: Grid, asked: Questions, model: str, args: argparse.Namespace
+) -> tuple[list[dict], Results]:
+    """Ask one server after the other; what each was, and all answers."""
+    described: list[dict] = []
+    results: Results = {}
+    for policies in todo.by_server:
+        with servers.stopping() as running:
+            about: dict = {"policies": [policy.name for policy in policies]}
+            if args.url:
+                server = _running(args.url)
+                about["url"] = server.url
+            else:
+                server, about["command"] = _start(running, policies[0], model, asked, args)
+                about["startup_seconds"] = round(server.started, 2)
+            found, answers = ask_server(server, todo, policies, asked, args)
+        described.append(about | found)
+        results |= answers
+    check_auto(todo, results)
+    return described, complete(results)
 
 
 def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv: list[str]) -> dict:
@@ -238,21 +271,18 @@ def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv
         "git": report.git_state(),
         "model": report.portable([model], Path.cwd())[0],
         "seed": todo.seed,
+        "grid": todo.name,
         "policies": {policy.name: policy.body["fathom"] for policy in todo.policies},
         "samples_asked": todo.samples,
         "in_flight": args.in_flight,
         "system": args.system,
     }
-    with servers.stopping() as running:
-        if args.url:
-            server = _running(args.url)
-            result["url"] = server.url
-        else:
-            server, result["server"] = _start(running, model, asked, args)
-            result["startup_seconds"] = round(server.started, 2)
-        result |= ask_server(server, todo, asked, args)
-    result["rows"] = fidelity_report.rows(result["results"])
-    return result
+    result["servers"], results = ask_servers(todo, asked, model, args)
+    result["seconds"] = round(sum(server["seconds"] for server in result["servers"]), 2)
+    shares = [server["foreign_cpu"] for server in result["servers"] if "foreign_cpu" in server]
+    if shares:
+        result["foreign_cpu"] = max(shares)
+    return result | {"results": results, "rows": fidelity_report.rows(results)}
 
 
 def notes(result: dict, todo: Grid) -> list[str]:
@@ -269,36 +299,9 @@ def notes(result: dict, todo: Grid) -> list[str]:
     return lines
 
 
-def write(result: dict, out: Path) -> list[Path]:
-    """JSON at `out`, CSV and (with matplotlib) PNG beside it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found, results = result["rows"], result["results"]
-    cells = [
-        {**asdict(cell), "policy": name, "answers": [s.to_json() for s in scored]}
-        for (cell, name), scored in results.items()
-    ]
-    content = {**result, "results": cells, "rows": [asdict(row) for row in found]}
-    out.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    paths = [out, out.with_suffix(".csv")]
-    fidelity_report.write_csv(found, paths[1])
-    if plot_fidelity.available():
-        paths.append(out.with_suffix(".png"))
-        plot_fidelity.plot(found, paths[2], f"{Path(result['model']).name}, {result['date'][:10]}")
-    else:
-        print("no PNG: matplotlib is not installed", file=sys.stderr)
-    return paths
-
-
-def default_out(result: dict) -> Path:
-    """`DATE-fidelity-POLICIES.json` in the repository's results folder when run from its root, else here."""
-    folder = Path("benchmarks/results") if Path("benchmarks/fidelity.py").is_file() else Path()
-    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
-    return folder / f"{stamp}-fidelity-{'-'.join(result['policies'])[:80]}.json"
-
-
 def main(argv: list[str]) -> int:
     """Run it. Returns 0; 1 after one line that says why there is no result; 2 for wrong arguments."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         todo = grid(args)
         model = args.model or str(demo_model())
@@ -313,7 +316,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("fathom fidelity: interrupted, nothing written", file=sys.stderr)
         return 130
-    paths = write(result, args.out or default_out(result))
+    paths = fidelity_files.write(result, args.out or fidelity_files.default_out(result))
     written = f"Written: {', '.join(map(str, paths))}"
     print("", fidelity_report.table(result["rows"]), *notes(result, todo), written, sep="\n\n")
     line = {"policies": fidelity_report.summary(result["rows"]), "seconds": result["seconds"]}

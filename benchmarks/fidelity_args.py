@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from fathom.benchmarks.args import token_count
-from fathom.benchmarks.variants import Variant, with_body
+from fathom.benchmarks.args import named_policy, token_count
+from fathom.benchmarks.fidelity_grids import GRIDS
+from fathom.benchmarks.variants import Variant, with_body, with_flags
 from fathom.demo.corpus import TASKS
 
 BASELINE = "exact"
@@ -25,25 +26,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked: `samples` questions in each cell under each policy, the baseline first."""
+    """What is asked: `samples` questions in each cell under each policy, the baseline first.
+
+    `name` is that of a named grid, or "".
+    """
 
     cells: list[Cell]
     policies: list[Variant]
     samples: int
     seed: int
+    name: str = ""
 
-
-def _policy(text: str) -> Variant:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=JSON")
-    try:
-        policy = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from None
-    if name == BASELINE or not isinstance(policy, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name other than exact and a JSON object")
-    return with_body(name, policy)
+    @property
+    def by_server(self) -> list[list[Variant]]:
+        """The policies by how their server is started, the baseline's server first."""
+        found: dict[tuple[str, ...], list[Variant]] = {}
+        for policy in self.policies:
+            found.setdefault(policy.command, []).append(policy)
+        return list(found.values())
 
 
 def _names(text: str) -> list[str]:
@@ -58,12 +58,17 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("what is asked").add_argument
     add(
         "--policy",
-        type=_policy,
+        type=partial(named_policy, taken=(BASELINE,)),
         action="append",
         default=[],
         metavar="NAME=JSON",
         help="a policy, called NAME, whose requests carry this `fathom` object; repeatable; `exact` is always "
         "asked, and each other policy is compared with it on the same questions",
+    )
+    add(
+        "--grid",
+        choices=list(GRIDS),
+        help="a committed table's policies, tasks, lengths, samples and picture; other flags go before it",
     )
     add("--tasks", type=_names, default=list(TASKS), metavar="T,T", help=f"of {', '.join(TASKS)}")
     add("--contexts", type=_counts, default="512,1k,2k,4k", metavar="N,N", help="default: %(default)s")
@@ -108,6 +113,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments; what a named grid says takes the place of the defaults."""
+    p = parser()
+    name = p.parse_known_args(argv)[0].grid
+    if name:
+        known = GRIDS[name]
+        p.set_defaults(
+            tasks=list(known.tasks),
+            contexts=list(known.contexts),
+            samples=known.samples,
+            minutes=known.minutes,
+        )
+    return p.parse_args(argv)
+
+
+def _named(name: str | None) -> list[Variant]:
+    if not name:
+        return []
+    return [with_flags(with_body(p.name, p.body), list(p.flags)) for p in GRIDS[name].points]
+
+
 def grid(args: argparse.Namespace) -> Grid:
     """What the arguments ask for. ValueError for what cannot be asked."""
     tasks, contexts, samples = args.tasks, args.contexts, args.samples
@@ -119,9 +145,12 @@ def grid(args: argparse.Namespace) -> Grid:
         raise ValueError("--samples and --in-flight must be at least 1, --minutes more than 0")
     if min(contexts) < 128:
         raise ValueError("a document needs --contexts of at least 128 tokens")
-    policies = [with_body(BASELINE, {"preset": "exact"}), *args.policy]
+    policies = [with_body(BASELINE, {"preset": "exact"}), *_named(args.grid), *args.policy]
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):
         raise ValueError(f"each policy needs a name of its own, got {', '.join(names)}")
     cells = [Cell(task, context) for task in dict.fromkeys(tasks) for context in sorted(set(contexts))]
-    return Grid(cells, policies, samples, args.seed)
+    found = Grid(cells, policies, samples, args.seed, args.grid or "")
+    if args.url and len(found.by_server) > 1:
+        raise ValueError(f"--grid {args.grid} needs servers with flags of their own; it goes without --url")
+    return found

@@ -66,6 +66,15 @@ def check_served(server: Server, sent: int) -> None:
             raise BenchError(f"{server.variant.name}: its worker saw {seen} of {sent} requests")
 
 
+def check_cached(server: Server, reply: Reply, tokens: int) -> None:
+    """BenchError unless a Fathom answer found that many tokens of its prompt in the prefix cache."""
+    if reply.fathom is not None and reply.fathom["cached_tokens"] < tokens:
+        raise BenchError(
+            f"{server.variant.name}: {reply.fathom['cached_tokens']} tokens of the shared document were cached, "
+            f"expected {tokens} of {reply.prompt_tokens}: this policy cannot be measured with --shared-document"
+        )
+
+
 def check_reply(server: Server, reply: Reply) -> None:
     """BenchError unless a Fathom answer reports exactly what its variant asks for."""
     if server.variant.engine != "fathom":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
@@ -11,7 +10,7 @@ import httpx
 
 from fathom.benchmarks import client, liveness, stats
 from fathom.benchmarks.client import BenchError, Reply
-from fathom.benchmarks.model import FIRST_WORD
+from fathom.benchmarks.prompts import TAIL, Cell, Prompts, Settings
 from fathom.benchmarks.servers import Server, wait_quiet
 from fathom.benchmarks.usage import Sampler, Usage
 
@@ -20,35 +19,6 @@ METRICS = ("ttft", "tpot", "e2e")
 the time until the last of them has ended."""
 
 _WARMUP_OUTPUT = 4
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One point of the grid: tokens per prompt, requests at once."""
-
-    prompt: int
-    batch: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How every cell is measured.
-
-    Attributes:
-        output: tokens generated per request.
-        rounds: counted turns per variant and cell.
-        warmups: uncounted turns per variant and cell.
-        shared_prefix: share of each prompt that the server has seen before the turn, 0 ≤ share < 1.
-        seed: of the prompts.
-        limit: seconds that a request may take.
-    """
-
-    output: int = 32
-    rounds: int = 4
-    warmups: int = 1
-    shared_prefix: float = 0.0
-    seed: int = 0
-    limit: float = 600.0
 
 
 @dataclass
@@ -80,53 +50,71 @@ class Turn:
         }
 
 
-def make_prompts(
-    cell: Cell, settings: Settings, vocab: int, round_index: int
-) -> tuple[list[int], list[list[int]]]:
-    """The shared prefix and the prompts of one round: the same for each variant, new in each round."""
-    source = random.Random(f"{settings.seed}/{cell.prompt}/{cell.batch}/{round_index}")
-    prefix = [source.randrange(FIRST_WORD, vocab) for _ in range(int(cell.prompt * settings.shared_prefix))]
-    rest = cell.prompt - len(prefix)
-    return prefix, [
-        prefix + [source.randrange(FIRST_WORD, vocab) for _ in range(rest)] for _ in range(cell.batch)
-    ]
-
-
 class Bench:
-    """Measures started servers against each other; `clients` are entered by the caller."""
+    """Measures started servers against each other; variants may share a process.
 
-    def __init__(self, servers: list[Server], settings: Settings, vocab: int, advance: Callable[[str], None]):
+    Args:
+        servers: one for each variant, in table order.
+        prompts: what is asked.
+        advance: called after each turn with what it was.
+    """
+
+    def __init__(
+        self, servers: list[Server], settings: Settings, prompts: Prompts, advance: Callable[[str], None]
+    ):
         self.servers = {server.variant.name: server for server in servers}
-        self.settings, self.vocab, self.advance = settings, vocab, advance
+        self.settings, self.prompts, self.advance = settings, prompts, advance
         self.sent = dict.fromkeys(self.servers, 0)
         self.clients: dict[str, httpx.AsyncClient] = {}
+        urls = [server.url for server in servers]
+        self.shared = {server.variant.name for server in servers if urls.count(server.url) > 1}
 
     async def _send(self, name: str, prompts: list[list[int]], output: int) -> list[Reply]:
         server = self.servers[name]
         if server.process.poll() is not None:
             raise BenchError(f"{name} ended in mid-run:\n{server.log_tail()}")
-        body, limit = server.variant.body, self.settings.limit
-        replies = await client.complete_batch(self.clients[name], prompts, output, body, limit)
+        body, limit, ends = server.variant.body, self.settings.limit, bool(self.settings.task)
+        replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
         self.sent[name] += len(replies)
         return replies
 
+    async def _forget(self, name: str) -> None:
+        """Empty the prefix cache of a server that several variants use: each turn finds the same pool."""
+        answer = await self.clients[name].post("/flush_cache")
+        if answer.status_code != 200:
+            raise BenchError(f"{name}: the prefix cache was not emptied: {answer.text[:200]}")
+
     async def _turn(self, name: str, cell: Cell, round_index: int, output: int) -> Turn:
-        prefix, prompts = make_prompts(cell, self.settings, self.vocab, round_index)
-        if prefix:
+        prefix, prompts = self.prompts(cell, round_index)
+        if prefix and not self.settings.document:
             await self._send(name, [prefix], 2)
         wait_quiet(list(self.servers.values()))
+        if name in self.shared and not self.settings.cached:
+            await self._forget(name)
         with Sampler(self.servers[name].process.pid) as sampler:
             replies = await self._send(name, prompts, output)
         for reply in replies:
             liveness.check_reply(self.servers[name], reply)
+            if self.settings.document:
+                liveness.check_cached(self.servers[name], reply, cell.prompt - 2 * TAIL)
         self.advance(f"{cell.prompt} x{cell.batch} {name}")
         return Turn(name, round_index, replies, sampler.usage)
 
+    async def _read_document(self, longest: Cell) -> None:
+        """Each variant's server reads the document once, at the length of the longest cell."""
+        for name in self.servers:
+            self.advance(f"{longest.prompt} document {name}")
+            prefix, _ = self.prompts(longest, 0)
+            await self._send(name, [prefix], 2)
+
     async def cell(self, cell: Cell) -> list[Turn]:
         """All counted turns of one cell, in the order they were taken."""
+        shortest = min(self.settings.warmup_prompt or cell.prompt, cell.prompt)
         for warmup in range(self.settings.warmups):
             for name in self.servers:
-                await self._turn(name, cell, -1 - warmup, min(_WARMUP_OUTPUT, self.settings.output))
+                await self._turn(
+                    name, Cell(shortest, cell.batch), -1 - warmup, min(_WARMUP_OUTPUT, self.settings.output)
+                )
         turns = []
         for round_index in range(self.settings.rounds):
             for name in stats.order(list(self.servers), round_index):
@@ -138,10 +126,12 @@ class Bench:
         async with AsyncExitStack() as stack:
             for name, server in self.servers.items():
                 self.clients[name] = await stack.enter_async_context(client.open_client(server.url))
+            if self.settings.document:
+                await self._read_document(max(cells, key=lambda cell: cell.prompt))
             for cell in cells:
                 record(cell, await self.cell(cell))
 
 
 def steps(cells: list[Cell], variants: int, settings: Settings) -> int:
     """Turns that `run` will take."""
-    return len(cells) * variants * (settings.rounds + settings.warmups)
+    return variants * (len(cells) * (settings.rounds + settings.warmups) + settings.document)

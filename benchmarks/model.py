@@ -76,6 +76,52 @@ def draft_of(shape: Shape) -> Shape:
     )
 
 
+def shape_of(folder: Path) -> Shape:
+    """The shape of a checkpoint on disk, for the cost model. Its weights stay what they are.
+
+    Raises:
+        ValueError: for a folder without a config of such a model.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Shape(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocab=config["vocab_size"],
+            max_position=config["max_position_embeddings"],
+            dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: no config.json of a decoder ({type(error).__name__}: {error})") from None
+
+
+def scrambled(folder: Path, cache: Path) -> Path:
+    """A copy of a checkpoint that knows nothing: each matrix drawn anew with the spread it had.
+
+    The worst draft there is for the model that the checkpoint is a good draft of, at the same cost.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    target = cache / f"scrambled-{name}"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for at, (key, tensor) in enumerate(sorted(tensors.items())):
+            if tensor.dim() > 1:
+                noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(at))
+                tensors[key] = (noise * tensor.float().std()).to(tensor.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
 def config_json(shape: Shape) -> dict:
     """The `config.json` that SGLang, vLLM and Transformers read."""
     return {

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 
 from fathom.benchmarks import stats
-from fathom.benchmarks.measure import METRICS, Cell, Settings, Turn
+from fathom.benchmarks.measure import METRICS, Turn
 from fathom.benchmarks.model import Shape
+from fathom.benchmarks.prompts import Cell, Settings
 
 SCHEMA = 1
 BUSY = 0.05
@@ -102,8 +103,8 @@ def _same_text(turns: list[Turn], first: str, second: str) -> dict[str, int]:
     return {"requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
 
 
-def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str]) -> dict:
-    """One cell: summaries per variant, ratios and equal texts per pair of variants, and the raw turns."""
+def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str], bases: set[str]) -> dict:
+    """One cell: summaries per variant, ratios and equal texts per pair of a base and another, and the raw turns."""
     summary = {
         name: {
             **{metric: stats.summary(_values(turns, name, metric)) for metric in METRICS},
@@ -116,6 +117,8 @@ def cell_json(cell: Cell, output: int, turns: list[Turn], names: list[str]) -> d
     }
     ratios, same_text = {}, {}
     for first, second in combinations(names, 2):
+        if first not in bases:
+            continue
         pair = f"{first}/{second}"
         same_text[pair] = _same_text(turns, first, second)
         ratios[pair] = {
@@ -176,30 +179,53 @@ def table(report: dict) -> str:
     return "\n".join([*lines, *_predictions(report)])
 
 
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _reached(measured: dict[str, float], expected: float | None) -> str:
+    """The median as a share of what was predicted."""
+    return "–" if expected is None else f"{measured['median'] / expected:.0%}"
+
+
+_SAVED = (
+    *("prompt", "batch", "ratio", "TTFT", "by FLOPs", "reached", "Appendix E", "reached"),
+    *("TPOT", "by bytes", "reached", "by KV bytes", "KV held", "by plan"),
+    *("scoring", "slow steps", "accepted", "fast (ms)", "slow (ms)"),
+)
+
+
 def _predictions(report: dict) -> list[str]:
     """Lines of the third table: what a policy saves against dense Fathom, measured and predicted."""
     rows = []
     for cell in report["cells"]:
         for pair, expected in cell.get("predictions", {}).items():
-            measured = [_spread(cell["ratios"][pair][m], 1.0, 2) for m in ("ttft", "tpot")]
-            shown = {name: "–" if value is None else f"{value:.2f}" for name, value in expected.items()}
-            ttft = [measured[0], shown["ttft"]]
-            tpot = [measured[1], shown["tpot"], shown["tpot_kv"]]
-            kv = [shown["kv_reported"], shown["kv"]]
-            rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *ttft, *tpot, *kv])
-    head = [
-        "prompt",
-        "batch",
-        "ratio",
-        "TTFT",
-        "by FLOPs",
-        "TPOT",
-        "by bytes",
-        "by KV bytes",
-        "KV held",
-        "by plan",
+            ttft, tpot = (cell["ratios"][pair][m] for m in ("ttft", "tpot"))
+            shown = [_spread(ttft, 1.0, 2)]
+            for name in ("ttft", "appendix_e"):
+                shown += [_number(expected[name]), _reached(ttft, expected[name])]
+            shown += [_spread(tpot, 1.0, 2), _number(expected["tpot"]), _reached(tpot, expected["tpot"])]
+            shown += [_number(expected[name]) for name in ("tpot_kv", "kv_reported", "kv")]
+            shown += [_number(expected[name], ".1%") for name in ("scoring", "slow_share", "accepted")]
+            steps = [expected["fast_seconds"], expected["slow_seconds"]]
+            shown += [_number(1e3 * value if value else None, ".1f") for value in steps]
+            rows.append([str(cell["prompt_tokens"]), str(cell["batch"]), pair, *shown])
+    return ["", *_table(list(_SAVED), rows)] if rows else []
+
+
+def _growth(cells: list[dict]) -> list[str]:
+    """How the time of a fast step grows with the prompt."""
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for cell in cells:
+        for pair, values in cell.get("predictions", {}).items():
+            if took := values["fast_seconds"]:
+                found.setdefault((pair, cell["batch"]), []).append((cell["prompt_tokens"], took))
+    return [
+        f"Fast steps of {pair.split('/')[1]}, batch {batch}: "
+        + ", ".join(f"{1e3 * took:.1f} ms at {prompt} (x {took / times[0][1]:.2f})" for prompt, took in times)
+        for (pair, batch), times in found.items()
+        if len(times) > 1
     ]
-    return ["", *_table(head, rows)] if rows else []
 
 
 def notes(report: dict) -> list[str]:
@@ -210,6 +236,12 @@ def notes(report: dict) -> list[str]:
         f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
         f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
     ]
+    lines += _growth(report["cells"])
+    for prompt, shares in (report.get("draft_shares") or {}).items():
+        lines.append(
+            f"FLOPs of the target's prefill at {prompt} tokens: {shares['computed']:.1f} times the draft's; "
+            f"{shares['table_5']:.1f} times as SpecPrefill's Table 5 counts (LM head on every token)."
+        )
     if foreign["median"] > BUSY:
         lines.append(
             f"NOT A QUIET MACHINE: other processes used {foreign['median']:.0%} of it (median; at most "

@@ -149,8 +149,9 @@ def wait_quiet(servers: list[Server], limit: float = 10.0, share: float = 0.1) -
     Some spin for a while after their last request. BenchError if they still do after `limit` seconds.
     """
     deadline = time.monotonic() + limit
+    pids = {server.process.pid for server in servers}
     while True:
-        processes = [member for server in servers for member in tree(server.process.pid)]
+        processes = [member for pid in pids for member in tree(pid)]
         before, at = cpu_seconds(processes), time.monotonic()
         time.sleep(0.2)
         used = (cpu_seconds(processes) - before) / (time.monotonic() - at)

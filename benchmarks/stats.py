@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -34,13 +37,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def pair_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
     """base[i] / other[i] for measurements of the same round: drift of the machine that both met cancels.
 
-    Above 1: `other` took less time. Dividing the medians instead would mix rounds.
+    Above 1: `other` took less time; infinite where it took none. Dividing the medians instead would mix rounds.
     """
     if len(base) != len(other):
         raise ValueError(f"{len(base)} measurements cannot be paired with {len(other)}")
-    return [b / o for b, o in zip(base, other, strict=True)]
+    return [b / o if o else math.inf for b, o in zip(base, other, strict=True)]
 
 
-def order(names: Sequence[str], round_index: int) -> list[str]:
+def order(names: Sequence[T], round_index: int) -> list[T]:
     """The order of one round: forwards, then backwards (ABBA), so that a steady drift favours nobody."""
     return list(names) if round_index % 2 == 0 else list(reversed(names))

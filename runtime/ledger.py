@@ -21,6 +21,8 @@ class Account:
     prefill_tokens: int = 0  # prompt tokens computed by the target, re-prefills after a retraction included
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
     decode_steps: int = 0
+    decode_seconds: float = 0.0  # of the engine's steps that only decoded, whatever the batch
+    fast_seconds: float = 0.0  # of these, in its fast steps
     kv_bytes: int = 0  # KV held when last seen
     kv_bytes_dense: int = 0  # what the same tokens would have held at all depths
     kv_bytes_peak: int = 0  # most KV held at once, while what stays of a prompt was beside all of it
@@ -33,6 +35,7 @@ class Account:
     propagation_skipped: bool = (
         False  # asked for, and the prompt was too long for the buffer of hidden states
     )
+    scoring_seconds: float = 0.0  # FastKV: the window's attention and the choices made from it
     kept_tokens: int | None = None  # prompt tokens computed per layer, averaged over the layers; None for all
     deep_tokens: int | None = None  # prompt tokens computed at the last layer; None for all
     staircase: list[tuple[int, int]] | None = (
@@ -83,10 +86,16 @@ class RequestLedger:
 
     def __init__(self, kv_shape: KvShape) -> None:
         self.kv_shape = kv_shape
-        self.totals = {"prefill_tokens": 0, "prefill_steps": 0, "decode_steps": 0, "requests": 0} | {
+        self.totals: dict[str, float] = {
+            "prefill_tokens": 0,
+            "prefill_steps": 0,
+            "decode_steps": 0,
+            "requests": 0,
+        } | {
             "draft_tokens": 0,
             "accepted_tokens": 0,
             "fast_steps": 0,
+            "scoring_seconds": 0.0,
         }
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
@@ -115,6 +124,16 @@ class RequestLedger:
         account.decode_steps += 1
         account.hold(held)
         self.totals["decode_steps"] += 1
+
+    def timed(self, account: Account, seconds: float, fast: bool) -> None:
+        """A step in which all requests decoded took so long; it was a fast one for this request or not."""
+        account.decode_seconds += seconds
+        account.fast_seconds += seconds * fast
+
+    def scored(self, account: Account, seconds: float) -> None:
+        """FastKV has chosen from the request's complete prompt."""
+        account.scoring_seconds += seconds
+        self.totals["scoring_seconds"] += seconds
 
     def drafted(self, account: Account, proposed: int, accepted: int) -> None:
         """One engine step verified ``proposed`` drafted tokens of the request; ``accepted`` of them stood."""
@@ -156,6 +175,8 @@ class RequestLedger:
             "decode_steps": account.decode_steps,
             "slow_steps": account.decode_steps - account.fast_steps,
             "fast_steps": account.fast_steps,
+            "decode_seconds": account.decode_seconds,
+            "fast_seconds": account.fast_seconds,
             "trigger_refreshes": account.trigger_refreshes,
             "timeout_refreshes": account.timeout_refreshes,
             "refresh_seconds": account.refresh_seconds,
@@ -169,6 +190,7 @@ class RequestLedger:
             "retained_tokens": prompt_tokens if account.retained_tokens is None else account.retained_tokens,
             "propagated_tokens": account.propagated_tokens,
             "propagation_skipped": account.propagation_skipped,
+            "scoring_seconds": account.scoring_seconds,
             "kv_bytes_dense": account.kv_bytes_dense,
             "staircase": account.staircase,
             "first_token_time": account.first_token_time,

@@ -17,6 +17,7 @@ commands:
   explain   what a policy drops and saves  (fathom explain --help)
   bench     measure against stock SGLang   (fathom bench --help)
   fidelity  what policies cost in answers  (fathom fidelity --help)
+  soak      mixed policies under load      (fathom soak --help)
   calibrate where FastKV should select     (fathom calibrate tsp --help)
   version   show versions
 
@@ -47,6 +48,12 @@ def _fidelity(argv: list[str]) -> int:
     return main(argv) or 0
 
 
+def _soak(argv: list[str]) -> int:
+    from fathom.benchmarks.soak import main
+
+    return main(argv)
+
+
 def _calibrate(argv: list[str]) -> int:
     from fathom.benchmarks.calibrate import main
 
@@ -65,6 +72,7 @@ COMMANDS = {
     "explain": _explain,
     "bench": _bench,
     "fidelity": _fidelity,
+    "soak": _soak,
     "calibrate": _calibrate,
     "version": _version,
 }

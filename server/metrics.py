@@ -6,15 +6,23 @@ from typing import Any
 from fathom.server.routes import path_of
 
 # fmt: off
-TTFT_BUCKETS = (
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300,
+STEPS = (
+    1.0, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8, 2.0, 2.2, 2.4, 2.7, 3.0,
+    3.3, 3.6, 3.9, 4.3, 4.7, 5.1, 5.6, 6.2, 6.8, 7.5, 8.2, 9.1,
 )
-TPOT_BUCKETS = (
-    0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5,
-    1, 2, 5, 10,
-)
+"""24 steps to a power of ten (the E24 series of IEC 60063): each at most 1.155 times the one before."""
 LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200)
 # fmt: on
+
+
+def fine_buckets(low: float, high: float) -> tuple[float, ...]:
+    """Bucket boundaries from ``low`` to ``high`` seconds; a quantile read from them is off by less than 15.5 %."""
+    steps = (float(f"{step}e{power}") for power in range(-4, 4) for step in STEPS)
+    return tuple(step for step in steps if low <= step <= high)
+
+
+TTFT_BUCKETS = fine_buckets(0.01, 300)
+TPOT_BUCKETS = fine_buckets(0.001, 10)
 BURST_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 LABELS = ("route", "preset")
 
@@ -117,6 +125,11 @@ class RequestMetrics:
             "Requests whose prompt was too long for the buffer of hidden states, and was computed whole.",
             LABELS,
         )
+        self._scoring = Counter(
+            "fathom:scoring_seconds_total",
+            "Time that FastKV took to score prompts and to choose from the scores.",
+            LABELS,
+        )
         self._retained = Counter(
             "fathom:retained_tokens_total",
             "Prompt entries kept per KV head after prefill, averaged over the layers.",
@@ -145,6 +158,7 @@ class RequestMetrics:
         self._prompt.labels(*labels).inc(prompt_tokens)
         self._kept.labels(*labels).inc(account.report.get("kept_tokens", prompt_tokens))
         self._retained.labels(*labels).inc(account.report.get("retained_tokens", prompt_tokens))
+        self._scoring.labels(*labels).inc(account.report.get("scoring_seconds", 0))
         self._propagated.labels(*labels).inc(account.report.get("propagated_tokens") or 0)
         self._skipped.labels(*labels).inc(int(account.report.get("propagation_skipped", False)))
         if drafted := account.report.get("draft_tokens", 0):

@@ -1,12 +1,15 @@
 """Fixtures shared by all tests: tiny random models, and servers started the way an operator starts them."""
 
 import contextlib
+import fcntl
+import functools
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -25,6 +28,58 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
 START_SECONDS = 300
+THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+"""Of each server: workers that share a machine leave each other a core."""
+
+
+@contextlib.contextmanager
+def turn(name: str, alone: bool):
+    """Hold a lock that tests of other workers share, unless this one is to run alone.
+
+    Who waits to be alone holds the gate, so that the others cannot take turns for ever.
+    """
+    base = Path(tempfile.gettempdir()) / f"pytest-{name}"
+    with base.with_suffix(".gate").open("w") as gate, base.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+SHARED = (
+    "test_depth_pages.py",
+    "test_parity.py",
+    "test_seeds.py",
+    "test_slow_fast.py",
+    "test_speed.py",
+    "test_storm.py",
+)
+"""Files of the engine's tests that use the same servers: one worker runs them all."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What `--dist loadgroup` may not take apart: a file, or the files that share servers."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("shared" if item.path.name in SHARED else str(item.path)))
+
+
+def in_turn(item, alone: bool):
+    run = getattr(item.config, "workerinput", {}).get("testrunuid")
+    return turn(run, alone) if run else contextlib.nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with in_turn(item, alone=False):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Tests marked `alone` compare clocks: meanwhile no other worker runs a test or starts a server."""
+    with in_turn(item, item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def free_port() -> int:
@@ -41,9 +96,9 @@ class Server:
     url: str
     log: Path
 
-    @property
+    @functools.cached_property
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120)
+        return httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=None))
 
     @property
     def openai(self):
@@ -72,7 +127,7 @@ def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = 
             command,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": THREADS, **(env or {})},
             start_new_session=True,
         )
     server = Server(process, url, log)
@@ -88,14 +143,10 @@ def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = 
     raise RuntimeError(f"server did not answer in {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
-@pytest.fixture(scope="session")
-def start_process(tmp_path_factory):
-    """Start a server by its command, to which a free port is added: ``start_process(command, env=None)``.
-
-    All servers end with the session.
-    """
+@contextlib.contextmanager
+def starter(folder: Path):
+    """A function that starts a server by its command, to which a free port is added; all end with the block."""
     servers = []
-    folder = tmp_path_factory.mktemp("servers")
 
     def run(command: list[str], env: dict[str, str] | None = None) -> Server:
         port = free_port()
@@ -112,18 +163,33 @@ def start_process(tmp_path_factory):
         thread.join()
 
 
-@pytest.fixture(scope="session")
+def serve(run, model, *flags, env=None, stock=False) -> Server:
+    """Start a server of a model, stock SGLang's if asked."""
+    fathom = [sys.executable, "-m", "fathom.server.cli", "serve", str(model), *flags]
+    cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+    quiet = ["--sleep-on-idle", "--log-level", "warning"]
+    sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
+    return run([*sglang, *cpu, *quiet, *flags] if stock else fathom, env)
+
+
+@pytest.fixture(scope="module")
+def start_process(tmp_path_factory):
+    """Start a server by its command: ``start_process(command, env=None)``. It ends with the test's file."""
+    with starter(tmp_path_factory.mktemp("servers")) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
 def start_server(start_process):
     """Start a server of a model: ``start_server(model, "--flag", ..., env=None, stock=False)``."""
+    return functools.partial(serve, start_process)
 
-    def run(model, *flags, env=None, stock=False) -> Server:
-        fathom = [sys.executable, "-m", "fathom.server.cli", "serve", str(model), *flags]
-        cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
-        quiet = ["--sleep-on-idle", "--log-level", "warning"]
-        sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
-        return start_process([*sglang, *cpu, *quiet, *flags] if stock else fathom, env)
 
-    return run
+@pytest.fixture(scope="session")
+def share_server(tmp_path_factory):
+    """As `start_server`, for the few servers that several files use: it ends with the session."""
+    with starter(tmp_path_factory.mktemp("shared")) as run:
+        yield functools.partial(serve, run)
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +226,6 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(start_server, tiny_model) -> Server:
+def server(share_server, tiny_model) -> Server:
     """The tiny model in float32 behind `fathom serve`, shared by the tests that need no server of their own."""
-    return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000")
+    return share_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000")

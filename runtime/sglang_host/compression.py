@@ -5,6 +5,7 @@ pool, once the last chunk is there. Each layer's kept entries are copied to wher
 runs; after the forward they take the place of the request's pages.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,6 +67,7 @@ class Job:
         selected: positions that go on above the selection layer, once that is known.
         slots: by span, where the entries of the prompt are.
         present_in, kept_in: by span, tokens that are computed and entries that each KV head keeps.
+        scoring_seconds: spent on the window's attention and the choices made from it, on the host's clock.
     """
 
     index: int
@@ -82,6 +84,7 @@ class Job:
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     present_in: list[int] = field(default_factory=list)
     kept_in: list[int] = field(default_factory=list)
+    scoring_seconds: float = 0.0
 
     @property
     def window(self) -> int:
@@ -243,17 +246,22 @@ class CompressionStep:
             query: [rows, heads, head_dim] after rotary embedding; keys, values: the pool's, of this layer.
         """
         for job in self.jobs.values():
-            mean = None
-            if job.scored(layer, self.span):
-                mean = self._window_mean(job, layer, query, keys, scale)
-            if not job.final:
-                continue
-            step = job.work.plan.propagation
-            if step is not None and layer == step.layer - 1:
-                assert mean is not None
-                self._select(job, step, mean)
-            if layer // self.span in job.compacted:
-                self._compact(job, layer, mean, keys, values)
+            began = time.perf_counter()
+            mean = self._window_mean(job, layer, query, keys, scale) if job.scored(layer, self.span) else None
+            kept = None
+            if job.final:
+                step = job.work.plan.propagation
+                if step is not None and layer == step.layer - 1:
+                    assert mean is not None
+                    self._select(job, step, mean)
+                if layer // self.span in job.compacted:
+                    kept = self._retained(job, layer, mean, keys)
+            job.scoring_seconds += time.perf_counter() - began
+            if kept is not None:
+                target = self.memory.retained.slots(job.row, layer // self.span, 0, kept.shape[1])
+                compact_kv(
+                    keys, values, self._slots(job, layer)[kept], torch.from_numpy(target), disjoint=True
+                )
 
     def _window_mean(
         self, job: Job, layer: int, query: torch.Tensor, keys: torch.Tensor, scale: float
@@ -288,21 +296,18 @@ class CompressionStep:
         kept = propagated_tokens(saliency, sizes, step.rate, forced)
         job.selected = job.entered[kept.cpu().numpy()]
 
-    def _compact(
-        self, job: Job, layer: int, mean: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def _retained(self, job: Job, layer: int, mean: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+        """[kv_heads, kept] indices, into what is present at a layer, of the entries that stay."""
         rule = job.work.plan.retention
         assert rule is not None and job.policy is not None
-        slots, present = self._slots(job, layer), job.present(layer)
+        present = job.present(layer)
         sizes = self._sizes(job, len(present))
         saliency = None
         if mean is not None and job.policy.needs_saliency:
             saliency = pool_saliency(mean, sizes.ranked, keys.shape[1], rule.pool)
         positions = torch.from_numpy(present[: sizes.ranked].astype(np.int64)).to(keys.device)
         context = RetentionContext(positions, keys.shape[1], layer, job.seed, saliency)
-        kept = retain(job.policy, context, sizes, rule.rate)
-        target = self.memory.retained.slots(job.row, layer // self.span, 0, kept.shape[1])
-        compact_kv(keys, values, slots[kept], torch.from_numpy(target), disjoint=True)
+        return retain(job.policy, context, sizes, rule.rate)
 
     # --- after the forward ---
 

@@ -1,5 +1,6 @@
 """The tensor-parallel worker that owns the engine step."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class FathomWorker(TpModelWorker):
     tails: Tails
     proposals: list[Proposal]
     _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
+    _began: float  # of this step: time.perf_counter() in seconds
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,6 +121,7 @@ class FathomWorker(TpModelWorker):
 
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
         self._complete = {}
+        self._began = time.perf_counter()
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
     def draft(self, batch: ScheduleBatch) -> None:
@@ -220,12 +223,15 @@ class FathomWorker(TpModelWorker):
     def close_accounts(self, batch: ScheduleBatch, accounts: list[Account]) -> None:
         extends = batch.extend_lens if batch.forward_mode.is_extend() else [0] * len(accounts)
         decoding = set(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
+        seconds = time.perf_counter() - self._began
         for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
             held = self._held(request)
             if batch.forward_mode.is_decode() or request in decoding:
                 self.ledger.decoded(account, held)
                 if outcome := self.outcomes.get(request):
                     self.ledger.alternated(account, outcome)
+                if batch.forward_mode.is_decode():
+                    self.ledger.timed(account, seconds, outcome is not None and outcome.fast)
             elif batch.forward_mode.is_extend():
                 self.ledger.prefilled(account, tokens, held)
                 self._note_plan(request, account)
@@ -238,6 +244,7 @@ class FathomWorker(TpModelWorker):
         if job := self._complete.get(request):
             account.climbed(job.present_in, job.kept_in)
             account.propagated_tokens = None if job.selected is None else len(job.selected)
+            self.ledger.scored(account, job.scoring_seconds)
             return
         if not plan.dense and plan.retention is None and plan.propagation is None:
             per_span = tokens_per_span(plan, prompt)

@@ -6,6 +6,7 @@ python fake_server.py ENGINE --port N [--first S] [--each S] [--lie WHAT]
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ args = parser.parse_args()
 
 SCHEDULER = "sglang.Scheduler" if args.lie == "stock scheduler" else "fathom.runtime.host.FathomScheduler"
 served = 0
+earlier: list[list[int]] = []
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 
 
@@ -38,6 +40,7 @@ async def server_info(request):
 async def fathom_info(request):
     requests = 0 if args.lie == "idle worker" else served
     engine = {"scheduler": SCHEDULER, "worker": "fathom.runtime.host.W", "steps": {"requests": requests}}
+    engine["pid"] = os.getpid()
     return JSONResponse({"engine": [engine], "policy": {}, "versions": {}})
 
 
@@ -46,7 +49,17 @@ def report(body):
     n = len(body["prompt"])
     kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
     tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
-    return {**tokens, "fast_steps": 0, "draft_tokens": 0}
+    cached = common_with_earlier(body["prompt"]) if args.lie != "no cache" else 0
+    return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_tokens": 0}
+
+
+def common_with_earlier(prompt):
+    """Tokens at the beginning that some earlier prompt began with too."""
+    found = 0
+    for other in earlier[:-1]:
+        same = next((i for i, (a, b) in enumerate(zip(other, prompt, strict=False)) if a != b), len(other))
+        found = max(found, same)
+    return found
 
 
 async def stream(body):
@@ -63,11 +76,20 @@ async def stream(body):
 async def completions(request):
     global served
     served += 1
-    print("asked", flush=True)
-    return StreamingResponse(stream(await request.json()), media_type="text/event-stream")
+    body = await request.json()
+    print(f"asked {len(body['prompt'])}", flush=True)
+    earlier.append(body["prompt"])
+    return StreamingResponse(stream(body), media_type="text/event-stream")
+
+
+async def flush(request):
+    print("forgot", flush=True)
+    earlier.clear()
+    return PlainTextResponse("")
 
 
 routes = [
+    Route("/flush_cache", flush, methods=["POST"]),
     Route("/health", health),
     Route("/server_info", server_info),
     Route("/v1/completions", completions, methods=["POST"]),

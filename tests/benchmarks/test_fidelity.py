@@ -12,7 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fathom.benchmarks import fidelity, fidelity_args, plot_fidelity
+from fathom.benchmarks.fidelity_grids import GRIDS, NamedGrid, Point
 from fathom.benchmarks.servers import free_port
+from fathom.benchmarks.variants import with_body, with_flags
 from fathom.runtime.config import Policy
 from fathom.server import cli
 
@@ -129,9 +131,17 @@ def test_policies_are_scored_side_by_side_on_the_same_questions(fake, tmp_path, 
     assert rows["single", "half"]["difference"] == -0.5
     assert rows["single", "half"]["p"] == 0.25
     assert (rows["single", "half"]["kv_share"], rows["single", "exact"]["kv_share"]) == (0.5, 1.0)
-    assert rows["single", "exact"]["difference"] is None
-    wrong = [a for cell in result["results"] for a in cell["answers"] if not a["exact"]]
-    assert len(wrong) == 6 and all(" was " in a["text"] and " is " in a["expected"] for a in wrong)
+    assert "difference" not in rows["single", "exact"]
+    assert result["columns"][0] == "exact" and result["columns"][-1] == "text"
+    expected = {cell["task"]: cell["expected"] for cell in result["questions"]}
+    wrong = [
+        (dict(zip(result["columns"], answer, strict=False)), expected[cell["task"]][i])
+        for cell in result["results"]
+        for i, answer in enumerate(cell["answers"])
+        if not answer[0]
+    ]
+    assert len(wrong) == 6
+    assert all(answer["text"] == right.replace(" is ", " was ", 1) != right for answer, right in wrong)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["policies"]["half"]["difference"] == -0.5
 
@@ -152,7 +162,8 @@ def test_csv_and_picture_are_written_beside_the_json(fake, tmp_path):
     with (tmp_path / "out.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [line["policy"] for line in lines] == [row["policy"] for row in result["rows"]]
-    assert [float(line["share"]) for line in lines] == [row["share"] for row in result["rows"]]
+    shares = [row["share"] for row in result["rows"]]
+    assert [float(line["share"]) for line in lines] == pytest.approx(shares, abs=1e-4)
     assert lines[0]["p"] == "" and float(lines[1]["p"]) == 0.25
     if plot_fidelity.available():
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -175,6 +186,49 @@ def test_a_run_that_proves_nothing_writes_nothing(fake, tmp_path, capsys, lie, f
     assert ask(fake, tmp_path, *flags) == (1, None)
     assert message in capsys.readouterr().err
     assert list(tmp_path.glob("out.*")) == []
+
+
+@pytest.mark.parametrize("picture", ["lines", "maps"])
+def test_a_named_grid_is_asked_and_drawn(fake, tmp_path, monkeypatch, picture):
+    points = [
+        Point(f"{family}-{rate}", {"depth_cutoff": cutoff}, family, rate, y)
+        for family, cutoff, y in (("right", 5, 0.5), ("wrong", 4, None))
+        for rate in (0.1, 0.5)
+    ]
+    grid = NamedGrid(tuple(points), ("single", "followup"), (256,), 6, picture, ("rate (%)",))
+    monkeypatch.setitem(GRIDS, "specprefill", grid)
+    out = tmp_path / "out.json"
+    flags = ["--grid", "specprefill", "--in-flight", "2", "--url", fake.url, "--out", str(out)]
+    assert fidelity.main(flags) == 0
+    result = json.loads(out.read_text())
+    names = ["exact", *(point.name for point in points)]
+    assert list(result["policies"]) == names and result["grid"] == "specprefill"
+    assert {(row["task"], row["n"]) for row in result["rows"]} == {
+        ("single", 6),
+        ("followup", 6),
+        ("all", 12),
+    }
+    per_answer = [line for line in out.read_text().splitlines() if line.startswith("   [")]
+    assert len(per_answer) == 12 * len(names)
+    if plot_fidelity.available():
+        assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_policies_of_one_server_stay_together_and_the_baseline_comes_first():
+    points = tuple(
+        Point(name, {"tsp_rate": 0.5}, "f", 0.5, flags=flags)
+        for name, flags in (("a", ("--tsp-layer", "2")), ("b", ()), ("c", ("--tsp-layer", "2")))
+    )
+    todo = fidelity_args.grid(fidelity_args.parse(["--samples", "1"]))
+    policies = [*todo.policies, *(with_flags(with_body(p.name, p.body), list(p.flags)) for p in points)]
+    by_server = fidelity_args.Grid(todo.cells, policies, 1, 0).by_server
+    assert [[policy.name for policy in group] for group in by_server] == [["exact", "b"], ["a", "c"]]
+
+
+def test_flags_beside_a_grid_go_before_it():
+    args = fidelity_args.parse(["--grid", "sfi", "--samples", "3"])
+    assert (args.samples, args.tasks, args.contexts) == (3, ["list"], [1024])
+    assert fidelity_args.parse([]).contexts == [512, 1024, 2048, 4096]
 
 
 def test_an_answer_that_was_cut_off_is_not_exact(fake, tmp_path):
@@ -202,6 +256,7 @@ def test_a_rate_that_the_server_chooses_must_drop_something_somewhere(fake, tmp_
         (["--samples", "0"], "at least 1"),
         (["--policy", "a={}", "--policy", "a={}"], "a name of its own"),
         (["--model", "/nowhere/at/all"], "no tokenizer at"),
+        (["--grid", "fastkv", "--url", "http://127.0.0.1:1"], "it goes without --url"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_starts(capsys, flags, message):
@@ -245,5 +300,5 @@ def test_the_demo_model_is_asked_through_its_own_server(tmp_path, capsys):
     assert (
         {row["kept_share"] for row in result["rows"]} == {row["kv_share"] for row in result["rows"]} == {1.0}
     )
-    assert result["identity"]["engine"][0]["scheduler"].startswith("fathom.runtime.")
+    assert result["servers"][0]["identity"]["engine"][0]["scheduler"].startswith("fathom.runtime.")
     assert "| single | 256 | exact | 4 |" in capsys.readouterr().out

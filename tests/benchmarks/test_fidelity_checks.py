@@ -25,6 +25,10 @@ HONEST = {
     "random": ({"kv_retention_rate": 0.2, "retention_policy": "random"}, {"kv_bytes": 24000}),
     "slow fast": ({"decode": "slow_fast"}, {"slow_steps": 8, "fast_steps": 31}),
     "drafting": ({"speculative": True}, {"draft_tokens": 30, "accepted_tokens": 20}),
+    "drafted in few steps": (
+        {"decode": "slow_fast", "speculative": True},
+        {"decode_steps": 3, "slow_steps": 3, "draft_tokens": 40, "accepted_tokens": 37},
+    ),
     "auto": ({"prefill_keep_rate": "auto"}, {}),
 }
 

@@ -7,8 +7,9 @@ import pytest
 
 from fathom.benchmarks import predict
 from fathom.benchmarks.client import Reply
-from fathom.benchmarks.measure import Cell, Settings, Turn
+from fathom.benchmarks.measure import Turn
 from fathom.benchmarks.model import BENCH, config_json
+from fathom.benchmarks.prompts import Cell, Settings
 from fathom.benchmarks.usage import Usage
 from fathom.benchmarks.variants import FATHOM, SGLANG, VLLM, with_body, with_flags
 from fathom.runtime import config, cost
@@ -24,8 +25,9 @@ def every_mechanism_is_built(monkeypatch):
     monkeypatch.setattr(config, "MECHANISMS", frozenset(known))
 
 
-def turn(name, held=50, dense=100, slow=1, fast=3):
+def turn(name, held=50, dense=100, slow=1, fast=3, **more):
     fathom = {"kv_bytes": held, "kv_bytes_dense": dense, "slow_steps": slow, "fast_steps": fast}
+    fathom |= {"fast_seconds": fast / 4, "decode_seconds": fast / 4 + slow / 2, **more}
     reply = Reply(CELL.prompt, 32, ttft=1.0, latency=2.0, events=32, text="", fathom=fathom)
     return Turn(name, 0, [reply], Usage(*[0] * len(Usage.__dataclass_fields__)))
 
@@ -54,13 +56,10 @@ def of_plan(**mechanisms):
 )
 def test_predictions_are_the_cost_models(policy, mechanisms):
     want = of_plan(**mechanisms)
-    assert expected(policy) == {
-        "ttft": want.ttft,
-        "tpot": want.tpot,
-        "tpot_kv": want.tpot_kv,
-        "kv": want.kv,
-        "kv_reported": 2,
-    }
+    counted = {"kv_reported": 2, "slow_share": 0.25, "scoring": None, "accepted": None}
+    counted |= {"fast_seconds": 0.25, "slow_seconds": 0.5}
+    ratios = {"ttft": want.ttft, "tpot": want.tpot, "tpot_kv": want.tpot_kv, "kv": want.kv}
+    assert expected(policy) == ratios | counted | {"appendix_e": None}
     assert want.tpot < want.tpot_kv
 
 
@@ -80,8 +79,44 @@ def test_what_the_model_cannot_know_is_left_open():
     drafting = expected({"speculative": True, "depth_cutoff": 12})
     assert drafting["tpot"] is drafting["tpot_kv"] is None and drafting["ttft"] > 1
     automatic = expected({"prefill_keep_rate": "auto"})
-    assert automatic.pop("kv_reported") == 2
+    assert (automatic.pop("kv_reported"), automatic.pop("slow_share")) == (2, 0.25)
+    assert (automatic.pop("fast_seconds"), automatic.pop("slow_seconds")) == (0.25, 0.5)
     assert set(automatic.values()) == {None}
+    trained = expected({"depth_cutoff": 12}, replace(SETTINGS, task="list"))
+    assert trained["ttft"] is trained["tpot"] is None
+
+
+LLAMA_8B = cost.ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+LLAMA_70B = cost.ModelShape(80, 8192, 28672, 64, 8, 128, 128256)
+
+
+def test_appendix_e_is_the_papers_formula(tmp_path):
+    def table_5(m, s):
+        share = m.kv_heads / m.heads
+        each = m.layers * s * m.hidden
+        return each * (3 * m.intermediate + m.hidden * (2 + 2 * share) + 2 * s) + s * m.hidden * m.vocab
+
+    s = 31 * 1024
+    base, spec = table_5(LLAMA_70B, s), table_5(LLAMA_8B, s)
+    assert predict.appendix_e(LLAMA_70B, LLAMA_8B, 0.1, s) == pytest.approx(base / (spec + 0.1 * base))
+    shares = predict.draft_shares(LLAMA_70B, LLAMA_8B, s)
+    assert round(100 / shares["table_5"], 2) == 14.24  # Table 6
+    assert shares["computed"] > shares["table_5"]
+    (tmp_path / "config.json").write_text(json.dumps(config_json(replace(BENCH, layers=2))))
+    flags = ["--draft-model-path", str(tmp_path)]
+    found = expected({"prefill_keep_rate": 0.2}, flags=flags)["appendix_e"]
+    assert found == predict.appendix_e(MODEL, replace(MODEL, layers=2), 0.2, CELL.prompt)
+
+
+def test_scoring_is_a_share_of_the_time_to_first_token():
+    found = predict.predictions(
+        [FATHOM, with_body("x", {"tsp_rate": 0.2})],
+        BENCH,
+        CELL,
+        SETTINGS,
+        [turn("x", scoring_seconds=0.02)] * 2,
+    )
+    assert found["fathom/x"]["scoring"] == pytest.approx(0.02)  # of turns whose first token came after 1 s
 
 
 def test_only_policies_against_a_dense_fathom_before_them():

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fathom.benchmarks import cli, measure, report, variants
+from fathom.benchmarks import cli, measure, prompts, report, variants
 from fathom.runtime import config
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
@@ -135,7 +135,41 @@ def test_a_policy_is_a_further_server(tmp_path, monkeypatch, speed_is_built):
     # 64 + 8 tokens at two layers; above the first only token 0, the last prompt token and the 8 generated.
     assert expected["fathom/half"]["kv"] == pytest.approx(2 * 72 / (72 + 10))
     last = report.table(result).splitlines()[-1]
-    assert last.startswith("| 64 | 2 | fathom/half | ") and last.endswith(" | 2.00 | 1.76 |")
+    assert last.startswith("| 64 | 2 | fathom/half | ")
+    assert last.endswith(" | 2.00 | 1.76 | – | – | – | – | – |")
+
+
+def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeypatch, speed_is_built):
+    use_fakes(monkeypatch)
+    flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom,sglang", "--one-server"]
+    code, result = bench(tmp_path, *flags, "--warmup-prompt", "40")
+    assert code == 0
+    ports = {v["name"]: v["command"][v["command"].index("--port") + 1] for v in result["variants"]}
+    assert ports["fathom"] != ports["sglang"]
+    info = {v["name"]: v["identity"] for v in result["variants"]}
+    assert info["half"]["engine"][0]["pid"] == info["fathom"]["engine"][0]["pid"]
+    turns = [turn for cell in result["cells"] for turn in cell["turns"] if turn["variant"] != "sglang"]
+    log = (tmp_path / "cache" / "logs" / "fathom.log").read_text()
+    warm = 2 * len(result["cells"])
+    assert log.count("forgot") == len(turns) + warm
+    assert log.count("asked 40") == 2 * (1 + 2)  # two variants, one request and two
+    assert log.count("asked 64") == sum(len(turn["requests"]) for turn in turns)
+
+
+def test_a_shared_document_is_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
+    use_fakes(monkeypatch)
+    flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom", "--shared-document"]
+    code, result = bench(tmp_path, *flags, "--one-server")
+    assert code == 0
+    turns = [turn for cell in result["cells"] for turn in cell["turns"]]
+    asked = sum(len(turn["requests"]) for turn in turns)
+    log = (tmp_path / "cache" / "logs" / "fathom.log").read_text()
+    assert "forgot" not in log and log.count("asked") == asked + 2 * (1 + 2) + 2
+    # The fake server has no policy in its cache's key, so that it also finds the other variant's prompts.
+    cached = {request["fathom"]["cached_tokens"] for turn in turns for request in turn["requests"]}
+    assert cached == {64 - prompts.TAIL, 64}
+    use_fakes(monkeypatch, "--lie", "no cache")
+    assert bench(tmp_path / "again", *flags) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +208,12 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
         (["--server-flags", "vllm=--x"], "the servers of this run are"),
         (["--policy", 'deep={"depth_cutoff": 17}'], "fathom.depth_cutoff must be an integer in [1, 16]"),
         (["--policy", 'typo={"depth_cutof": 8}'], "fathom.depth_cutof is not a policy field"),
+        (["--study", "nothing"], "unknown study 'nothing'"),
+        (["--model", "/nowhere"], "/nowhere: no config.json"),
+        (["--model", "/nowhere", "--shared-document"], "goes without"),
+        (["--draft", "/nowhere"], "go with --model"),
+        (["--shared-document", "--prompts", "32"], "more than 32 tokens"),
+        (["--fidelity", "/nowhere"], "no file of fathom fidelity"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags, message):
@@ -216,13 +256,26 @@ def test_no_server_outlives_the_bench(tmp_path, number, code):
 
 
 def test_prompts_are_new_each_round_and_the_same_for_each_server():
-    settings = measure.Settings(shared_prefix=0.75, seed=1)
-    cell = measure.Cell(prompt=100, batch=2)
-    prefix, prompts = measure.make_prompts(cell, settings, 512, 0)
-    assert (prefix, prompts) == measure.make_prompts(cell, settings, 512, 0)
-    assert len(prefix) == 75 and [prompt[:75] for prompt in prompts] == [prefix, prefix]
-    assert {len(prompt) for prompt in prompts} == {100} and prompts[0] != prompts[1]
-    assert all(3 <= token < 512 for prompt in prompts for token in prompt)
-    other_prefix, others = measure.make_prompts(cell, settings, 512, 1)
-    assert other_prefix != prefix and not any(prompt in others for prompt in prompts)
-    assert measure.make_prompts(cell, measure.Settings(), 512, 0)[0] == []
+    settings = prompts.Settings(shared_prefix=0.75, seed=1)
+    cell = prompts.Cell(prompt=100, batch=2)
+    prefix, drawn = prompts.random_prompts(cell, settings, 512, 0)
+    assert (prefix, drawn) == prompts.random_prompts(cell, settings, 512, 0)
+    assert len(prefix) == 75 and [prompt[:75] for prompt in drawn] == [prefix, prefix]
+    assert {len(prompt) for prompt in drawn} == {100} and drawn[0] != drawn[1]
+    assert all(3 <= token < 512 for prompt in drawn for token in prompt)
+    other_prefix, others = prompts.random_prompts(cell, settings, 512, 1)
+    assert other_prefix != prefix and not any(prompt in others for prompt in drawn)
+    assert prompts.random_prompts(cell, prompts.Settings(), 512, 0)[0] == []
+
+
+def test_with_a_shared_document_all_prompts_begin_alike_and_none_ends_alike():
+    settings = prompts.Settings(document=True, seed=1)
+    longest, _ = prompts.random_prompts(prompts.Cell(400, 1), settings, 512, 0)
+    seen = []
+    for cell in (prompts.Cell(100, 3), prompts.Cell(400, 2)):
+        for number in (-1, 0, 1):
+            prefix, drawn = prompts.random_prompts(cell, settings, 512, number)
+            assert prefix == longest[: cell.prompt - prompts.TAIL]
+            assert all(prompt[: len(prefix)] == prefix and len(prompt) == cell.prompt for prompt in drawn)
+            seen += [tuple(prompt[-prompts.TAIL :]) for prompt in drawn]
+    assert len(set(seen)) == len(seen) == 15

@@ -1,28 +1,31 @@
-"""A real Prometheus scrapes a real server: every panel of the dashboard and every recorded rule has an answer.
+"""A real Prometheus scrapes a real server, and its answers are what clients measure themselves.
 
-Runs where `prometheus` is installed, about 15 s on top of the shared server.
+Every panel of the dashboard and every recorded rule has an answer. Time to first token and time per output token,
+read by the queries of docs/metrics.md, agree with what the `openai` client and `sglang.bench_serving` measured.
+About 30 s on top of the shared server.
 """
 
 import json
-import shutil
+import random
+import re
+import statistics
 import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "chart" / "files"
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: apt install prometheus)"
-)
-
 
 @pytest.fixture(scope="module")
-def prometheus(server, tmp_path_factory):
+def prometheus(server, prometheus_tools, tmp_path_factory):
     """A Prometheus with our rules that scrapes the shared server each second; its URL."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = yaml.safe_load((FILES / "rules.yaml").read_text())
@@ -34,7 +37,8 @@ def prometheus(server, tmp_path_factory):
     config["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     url = f"127.0.0.1:{free_port()}"
-    command = ["prometheus", f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data"]
+    files = [f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data"]
+    command = [prometheus_tools["prometheus"], *files]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={url}"], stdout=log, stderr=log)
     try:
@@ -104,3 +108,142 @@ def test_no_rule_fails_and_no_alert_fires(prometheus):
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["health"] for rule in rules} == {"ok"}
     assert {rule["state"] for rule in rules if rule["type"] == "alerting"} == {"inactive"}
+
+
+REQUESTS, OUTPUT_TOKENS, AT_ONCE = 40, 32, 2
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+AGREEMENT = 0.15
+BENCH_SERVING = (
+    "import runpy; from fathom.runtime.sglang_host import torchvision_ops; torchvision_ops.declare(); "
+    "runpy.run_module('sglang.bench_serving', run_name='__main__')"
+)
+"""`python -m sglang.bench_serving`, which without a GPU imports only after torchvision's operators are declared."""
+
+
+def documented(quantile: str, series: str, route: str) -> str:
+    """The query of docs/metrics.md for a quantile of a series, for one route."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    (found,) = (
+        text
+        for text in re.findall(r"```promql\n(.*?)\n```", page, re.S)
+        if text.startswith(f"histogram_quantile({quantile}, ") and f"{series}_bucket" in text
+    )
+    return found.replace('{job="fathom"}', f'{{job="fathom", route="{route}"}}')
+
+
+def value(url: str, expression: str) -> float:
+    (sample,) = query(url, expression)
+    return float(sample["value"][1])
+
+
+def first_of_its_route(server, url: str, route: str, body: dict) -> None:
+    """One answer, scraped: a rate starts to count at a series' first sample."""
+    assert server.client.post(route, json=body).status_code == 200
+    wait_for(url, route, 1)
+
+
+def wait_for(url: str, route: str, answers: int) -> None:
+    expression = f'fathom:time_to_first_token_seconds_count{{route="{route}"}} == {answers}'
+    deadline = time.monotonic() + 20
+    while not query(url, expression):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def as_prometheus_has_it(url: str, route: str) -> dict[str, float]:
+    """Mean, median and 95th percentile of both times, in seconds, over all but the first answer of a route."""
+    wait_for(url, route, REQUESTS + 1)
+    times = {"ttft": "fathom:time_to_first_token_seconds", "tpot": "fathom:time_per_output_token_seconds"}
+    found = {}
+    for name, series in times.items():
+        rates = (f'sum(rate({series}_{part}{{route="{route}"}}[5m]))' for part in ("sum", "count"))
+        found[f"mean {name}"] = value(url, " / ".join(rates))
+        for quantile in ("0.5", "0.95"):
+            found[f"{quantile} {name}"] = value(url, documented(quantile, series, route))
+    return found
+
+
+def assert_agreement(prometheus: dict[str, float], client: dict[str, float]) -> None:
+    apart = {name: round(prometheus[name] / client[name] - 1, 4) for name in client}
+    print("apart:", apart)
+    assert all(abs(share) < AGREEMENT for share in apart.values()), (apart, prometheus, client)
+
+
+def summary(name: str, seconds: list[float]) -> dict[str, float]:
+    quantiles = {f"{q} {name}": float(numpy.quantile(seconds, float(q))) for q in ("0.5", "0.95")}
+    return {f"mean {name}": statistics.fmean(seconds), **quantiles}
+
+
+def test_prometheus_agrees_with_the_openai_client(server, prometheus):
+    model = server.openai.models.list().data[0].id
+    draw = random.Random(3)
+
+    def ask(client, words: int) -> tuple[float, float]:
+        text = " ".join(draw.choice(["key", "red", "box", "job", "code"]) for _ in range(words))
+        begin = time.perf_counter()
+        events = []
+        for chunk in client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": f"{draw.random()} {text}"}],
+            max_tokens=OUTPUT_TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        ):
+            events += [time.perf_counter()] if chunk.choices else []
+            usage = chunk.usage
+        assert usage.completion_tokens == OUTPUT_TOKENS
+        return events[0] - begin, (events[-1] - events[0]) / (OUTPUT_TOKENS - 1)
+
+    hello = {
+        "model": model,
+        "messages": [{"role": "user", "content": "key"}],
+        "max_tokens": 4,
+        "ignore_eos": True,
+    }
+    first_of_its_route(server, prometheus, CHAT, hello)
+    client = server.openai
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        lengths = [draw.randrange(500, 1500) for _ in range(REQUESTS)]
+        measured = list(pool.map(lambda words: ask(client, words), lengths))
+    ttft, tpot = (list(column) for column in zip(*measured, strict=True))
+    assert_agreement(
+        as_prometheus_has_it(prometheus, CHAT), {**summary("ttft", ttft), **summary("tpot", tpot)}
+    )
+
+
+def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tmp_path):
+    model = server.openai.models.list().data[0].id
+    first_of_its_route(
+        server,
+        prometheus,
+        COMPLETIONS,
+        {"model": model, "prompt": "key", "max_tokens": 4, "ignore_eos": True},
+    )
+    result = tmp_path / "result.jsonl"
+    options = {
+        "backend": "sglang-oai",
+        "base-url": server.url,
+        "model": model,
+        "tokenizer": tiny_model,
+        "dataset-name": "random-ids",
+        "random-input-len": 1500,
+        "random-output-len": OUTPUT_TOKENS,
+        "random-range-ratio": 0.5,
+        "num-prompts": REQUESTS,
+        "max-concurrency": AT_ONCE,
+        "warmup-requests": 0,
+        "output-file": result,
+    }
+    flags = [str(part) for name, given in options.items() for part in (f"--{name}", given)]
+    command = [sys.executable, "-c", BENCH_SERVING, *flags, "--disable-tqdm"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(result.read_text())
+    assert report["completed"] == REQUESTS
+    client = {
+        f"{label} {name}": report[f"{key}_{name}_ms"] / 1000
+        for name in ("ttft", "tpot")
+        for label, key in (("mean", "mean"), ("0.5", "median"), ("0.95", "p95"))
+    }
+    assert_agreement(as_prometheus_has_it(prometheus, COMPLETIONS), client)

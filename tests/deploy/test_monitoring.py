@@ -5,14 +5,13 @@ import importlib.util
 import itertools
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fathom.server.metrics import LABELS, TTFT_BUCKETS
+from fathom.server.metrics import LABELS, TPOT_BUCKETS, TTFT_BUCKETS
 
 promql = pytest.importorskip("promql_parser", reason="needs promql-parser: run `make test`")
 
@@ -146,10 +145,11 @@ def test_alerts_point_to_a_section_that_exists():
                 assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_buckets_reach_from_10_milliseconds_to_5_minutes():
-    assert TTFT_BUCKETS[0] <= 0.01 and TTFT_BUCKETS[-1] >= 300
-    pairs = itertools.pairwise(TTFT_BUCKETS)
-    assert all(low < high <= 2.5 * low for low, high in pairs)
+@pytest.mark.parametrize(("buckets", "low", "high"), [(TTFT_BUCKETS, 0.01, 300), (TPOT_BUCKETS, 0.001, 10)])
+def test_buckets_are_narrow_enough_for_a_quantile_within_15_percent(buckets, low, high):
+    assert (buckets[0], buckets[-1]) == (low, high)
+    ratios = [above / below for below, above in itertools.pairwise(buckets)]
+    assert min(ratios) > 1 and max(ratios) < 1.155
 
 
 def test_panels_have_their_own_place_and_number():
@@ -164,12 +164,6 @@ def test_panels_have_their_own_place_and_number():
         taken |= cells
 
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (Debian: apt install prometheus)"
-)
-
-
-@needs_promtool
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -179,6 +173,7 @@ needs_promtool = pytest.mark.skipif(
     ],
     ids=["rules are valid", "alerts fire as meant", "compose's configuration"],
 )
-def test_promtool(arguments):
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+def test_promtool(prometheus_tools, arguments):
+    command = [prometheus_tools["promtool"], *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

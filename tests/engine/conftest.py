@@ -13,7 +13,7 @@ PRESSED_TOKENS = 4000
 
 
 @pytest.fixture(scope="session")
-def roomy_server(start_server, tiny_model):
+def roomy_server(share_server, tiny_model):
     """Whole prompts; the pool is sized for exactly four dense requests of 4,096 tokens."""
     flags = (
         "--chunked-prefill-size",
@@ -23,22 +23,22 @@ def roomy_server(start_server, tiny_model):
         "--page-size",
         str(PAGE),
     )
-    return start_server(tiny_model, *FLAGS, *flags)
+    return share_server(tiny_model, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="session")
-def pressed_server(start_server, tiny_model):
+def pressed_server(share_server, tiny_model):
     """Chunks of 64, prefill and decode rows in one batch, and a pool too small for the requests in flight."""
     flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", str(PAGE))
-    return start_server(tiny_model, *FLAGS, *flags, "--max-total-tokens", str(PRESSED_TOKENS))
+    return share_server(tiny_model, *FLAGS, *flags, "--max-total-tokens", str(PRESSED_TOKENS))
 
 
 @pytest.fixture(scope="session")
-def retracting_server(start_server, tiny_model):
+def retracting_server(share_server, tiny_model):
     """Chunks of 256, and SGLang takes running requests back every few steps: they start again."""
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
     flags = ("--chunked-prefill-size", "256", "--max-total-tokens", "40000")
-    return start_server(tiny_model, *FLAGS, *flags, env=env)
+    return share_server(tiny_model, *FLAGS, *flags, env=env)
 
 
 def noisy_copy(model: Path, folder: Path, noise: float) -> Path:

@@ -113,6 +113,7 @@ def check(oracle, prompt, policy, answer, page=1):
     assert report["deep_tokens"] == seen[-1] and report["kept_tokens"] == round(sum(seen) / LAYERS)
     assert report["retained_tokens"] == round(sum(kept) / LAYERS)
     assert report["propagated_tokens"] == (seen[TSP] if seen[TSP] < seen[0] else None)
+    assert (report["scoring_seconds"] > 0) == (seen[TSP] < seen[0] or sum(kept) < sum(seen))
     if policy is not None and policy.get("speculative"):
         return
     assert report["kv_bytes"] == held(kept) and report["kv_bytes_dense"] == held([len(prompt)] * LAYERS)

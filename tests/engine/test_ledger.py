@@ -29,7 +29,12 @@ def test_counters_add_up_and_the_report_closes_the_account():
     assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
     steps = {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
-    assert ledger.totals == steps | {"draft_tokens": 0, "accepted_tokens": 0, "fast_steps": 0}
+    assert ledger.totals == steps | {
+        "draft_tokens": 0,
+        "accepted_tokens": 0,
+        "fast_steps": 0,
+        "scoring_seconds": 0,
+    }
     assert len(ledger) == 0
 
 
@@ -57,6 +62,25 @@ def test_fast_steps_and_refreshes_are_counted():
     assert (report["timeout_refreshes"], report["trigger_refreshes"]) == (1, 1)
     assert (report["refresh_seconds"], report["dense_fallbacks"], report["compact_bytes"]) == (1.5, 1, 0)
     assert ledger.totals["fast_steps"] == 1
+
+
+def test_the_time_of_scoring_is_kept_per_request_and_in_total():
+    ledger = RequestLedger(KvShape(4, 100))
+    first, second = Request(), Request()
+    for request, seconds in ((first, 0.5), (second, 0.25), (first, 0.5)):
+        ledger.scored(ledger.open(request, {}), seconds)
+    assert ledger.report(first, prompt_tokens=9, cached_tokens=0)["scoring_seconds"] == 1
+    assert ledger.totals["scoring_seconds"] == 1.25
+
+
+def test_the_time_of_decode_steps_is_told_apart():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    account = ledger.open(request, {})
+    for seconds, fast in ((0.5, False), (0.25, True), (0.125, True)):
+        ledger.timed(account, seconds, fast)
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
+    assert (report["decode_seconds"], report["fast_seconds"]) == (0.875, 0.375)
 
 
 def test_an_account_dies_with_its_request():

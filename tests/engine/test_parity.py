@@ -70,6 +70,7 @@ def assert_same(got, want) -> None:
 def check_server(server, reference) -> None:
     """Cold and warm prefix cache, one prompt at a time and eight at once."""
     prompts, want = reference
+    server.client.post("/flush_cache")
     batches = [range(begin, min(begin + 8, len(prompts))) for begin in range(0, len(prompts), 8)]
     for batch in batches:
         got = generate(server, [prompts[i] for i in batch])
@@ -92,30 +93,26 @@ def base_flags():
     return ["--dtype", "float32", "--max-total-tokens", "40000"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--chunked-prefill-size", "-1"), ("--chunked-prefill-size", "64", "--page-size", "16")],
-    ids=["whole prompts", "chunks of 64, pages of 16"],
-)
-def test_fathom_equals_transformers(start_server, tiny_model, reference, base_flags, flags):
-    server = start_server(tiny_model, *base_flags, *flags)
+def test_whole_prompts(roomy_server, reference):
+    check_server(roomy_server, reference)
+
+
+def test_chunks_of_64_on_pages_of_16(start_server, tiny_model, reference, base_flags):
+    server = start_server(tiny_model, *base_flags, "--chunked-prefill-size", "64", "--page-size", "16")
     check_server(server, reference)
     assert server.stop() == 0
 
 
-def test_fathom_equals_transformers_with_retractions(start_server, tiny_model, reference, base_flags):
-    """Chunks of 256, and SGLang takes running requests back every few steps; they restart and must not differ."""
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
-    server = start_server(tiny_model, *base_flags, "--chunked-prefill-size", "256", env=env)
+def test_chunks_of_256_with_retractions(retracting_server, reference):
+    """SGLang takes running requests back every few steps; they restart and must not differ."""
     prompts, want = reference
     retractions = 0
     for begin in range(0, len(prompts), 8):
-        got = generate(server, prompts[begin : begin + 8])
+        got = generate(retracting_server, prompts[begin : begin + 8])
         assert_same(got, want[begin : begin + 8])
         retractions += sum(meta["num_retractions"] for _, _, meta in got)
     assert retractions > 0, "nothing was retracted"
-    check_server(server, reference)
-    assert server.stop() == 0
+    check_server(retracting_server, reference)
 
 
 def test_stock_sglang_gives_the_same(start_server, tiny_model, reference, base_flags):

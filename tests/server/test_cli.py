@@ -84,7 +84,11 @@ MISTAKES = [
         2,
         "--speculative-algorithm EAGLE is not supported: ",
     ),
-    (["servr"], 2, "unknown command 'servr'; commands: serve, explain, bench, fidelity, calibrate, version"),
+    (
+        ["servr"],
+        2,
+        "unknown command 'servr'; commands: serve, explain, bench, fidelity, soak, calibrate, version",
+    ),
 ]
 
 

@@ -18,8 +18,7 @@ COUNTERS = {"prompt_tokens", "kept_tokens", "cached_tokens", "kv_bytes", "kv_byt
 
 @pytest.fixture(scope="module")
 def client(server):
-    with server.client as opened:
-        yield opened
+    return server.client
 
 
 @pytest.fixture(scope="module")
@@ -396,6 +395,7 @@ def timed_stream(client, ask):
     return times[0] - start, times[-1] - start, last["meta_info"]["completion_tokens"]
 
 
+@pytest.mark.alone
 def test_streaming_times_agree_with_the_clients_clock(client, body):
     before = metrics(client)
     runs = [timed_stream(client, body(GENERATE, tokens=30, text=long_prompt(n))) for n in range(3)]
@@ -415,6 +415,7 @@ def test_streaming_times_agree_with_the_clients_clock(client, body):
 TIMES = ("time_to_first_token", "time_per_output_token", "request_latency")
 
 
+@pytest.mark.alone
 def test_times_without_streaming_are_those_of_the_engine(client, body):
     """The HTTP process sees such outputs in groups of fifty: its own clock would put them all at the end."""
     streamed = [timed_stream(client, body(GENERATE, tokens=45, text=long_prompt(n))) for n in range(10, 12)]
@@ -454,6 +455,7 @@ def test_an_aborted_request_is_counted_and_not_timed(client, body, stream):
     check_account(client.post(GENERATE, json=body(GENERATE)).json()["fathom"])
 
 
+@pytest.mark.alone
 def test_tokens_are_sent_as_they_are_made(client, body):
     """They must arrive spread over the time that decoding took: nothing on the way gathers the stream."""
     before = metrics(client)

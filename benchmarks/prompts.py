@@ -1,0 +1,93 @@
+"""What is asked: random token ids for speed alone, documents with questions for a trained model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fathom.benchmarks.model import FIRST_WORD
+
+TAIL = 16
+"""Tokens at the end of a prompt that are its own where all prompts share one document."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid: tokens per prompt, requests at once."""
+
+    prompt: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every cell is measured.
+
+    Attributes:
+        output: tokens generated per request; at most, where answers end by themselves.
+        rounds: counted turns per variant and cell.
+        warmups: uncounted turns per variant and cell.
+        warmup_prompt: tokens per prompt of these turns at most; 0 for those of the cell.
+        shared_prefix: share of each prompt that the server has seen before the turn, 0 <= share < 1.
+        document: whether all prompts of a run begin like one document, which each server reads once.
+        task: of the questions that a trained model is asked; "" for random tokens.
+        seed: of the prompts.
+        limit: seconds that a request may take.
+    """
+
+    output: int = 32
+    rounds: int = 4
+    warmups: int = 1
+    warmup_prompt: int = 0
+    shared_prefix: float = 0.0
+    document: bool = False
+    task: str = ""
+    seed: int = 0
+    limit: float = 600.0
+
+    @property
+    def cached(self) -> bool:
+        """Whether a server has seen a part of each prompt before its turn."""
+        return self.document or self.shared_prefix > 0
+
+
+Prompts = Callable[[Cell, int], tuple[list[int], list[list[int]]]]
+"""Shared prefix and prompts of one round of a cell: the same for each variant, new in each round."""
+
+
+def random_prompts(
+    cell: Cell, settings: Settings, vocab: int, round_index: int
+) -> tuple[list[int], list[list[int]]]:
+    """Random words; those of a round share the prefix that the settings ask for."""
+    source = random.Random(f"{settings.seed}/{cell.prompt}/{cell.batch}/{round_index}")
+    if settings.document:
+        prefix = document(cell.prompt - TAIL, settings, vocab)
+    else:
+        prefix = _words(source, int(cell.prompt * settings.shared_prefix), vocab)
+    rest = cell.prompt - len(prefix)
+    return prefix, [prefix + _words(source, rest, vocab) for _ in range(cell.batch)]
+
+
+def document(tokens: int, settings: Settings, vocab: int) -> list[int]:
+    """The beginning of the run's document."""
+    return _words(random.Random(f"{settings.seed}/document"), tokens, vocab)
+
+
+def _words(source: random.Random, count: int, vocab: int) -> list[int]:
+    return [source.randrange(FIRST_WORD, vocab) for _ in range(count)]
+
+
+def question_prompts(model: str, settings: Settings) -> Prompts:
+    """Questions of one task about generated documents, each a little shorter than the cell says."""
+    from fathom.benchmarks.fidelity import load_tokenizer
+    from fathom.demo.corpus import eval_samples, prompt_ids
+
+    tokenizer = load_tokenizer(model)
+
+    def prompts(cell: Cell, round_index: int) -> tuple[list[int], list[list[int]]]:
+        seed = settings.seed + 1000 * (round_index + settings.warmups + 1)
+        samples = eval_samples(settings.task, cell.prompt, cell.batch, seed, tokenizer)
+        return [], [prompt_ids(tokenizer, sample.messages) for sample in samples]
+
+    return prompts

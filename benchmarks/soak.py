@@ -1,0 +1,358 @@
+"""`fathom soak`: mixed policies at saturation, clients that leave, prompts far too long; then the accounts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tqdm import tqdm
+
+from fathom.benchmarks import liveness, report, servers, usage
+from fathom.benchmarks.args import named_policy
+from fathom.benchmarks.client import BenchError, open_client
+from fathom.benchmarks.fidelity import load_tokenizer
+from fathom.benchmarks.soak_client import Case, Outcome, run_case
+from fathom.benchmarks.variants import FATHOM, Place, Variant, with_body, with_flags
+from fathom.demo.corpus import eval_samples
+from fathom.server.checks import StartError, demo_model
+
+CONTEXTS = (150, 300, 600)
+CONTEXT = 1088
+"""Of the server that is started, in tokens; one prompt in ten is twice as long."""
+TASKS = ("single", "multikey", "list", "followup")
+PROBES = 6
+SAMPLE_SECONDS = 5.0
+IDLE_SECONDS = 60.0
+MIXED: dict[str, dict[str, Any]] = {
+    "dense": {"preset": "exact"},
+    "speed": {"depth_cutoff": 6},
+    "fastkv": {"tsp_rate": 0.2, "kv_retention_rate": 0.2},
+    "slow-fast": {"decode": "slow_fast"},
+    "kept": {"prefill_keep_rate": 0.3, "min_prompt_tokens": 64},
+    "drafted": {"speculative": True},
+    "kept and drafted": {"prefill_keep_rate": 0.3, "min_prompt_tokens": 64, "speculative": True},
+    "all five": {
+        "prefill_keep_rate": 0.5,
+        "min_prompt_tokens": 64,
+        "depth_cutoff": 6,
+        "tsp_rate": 0.3,
+        "kv_retention_rate": 0.3,
+        "decode": "slow_fast",
+        "speculative": True,
+    },
+}
+"""For the demo pair: eight layers with a cutoff at three quarters."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag with its default."""
+    p = argparse.ArgumentParser(
+        prog="fathom soak",
+        description="Sends requests under mixed policies to a Fathom server, some given up by their clients at "
+        "random moments and some far too long, then holds the server against its own accounts: nothing may be "
+        "held, memory may not have grown, and dense answers must be those of the idle server.",
+    )
+    add = p.add_argument_group("what is sent").add_argument
+    length = p.add_mutually_exclusive_group()
+    length.add_argument("--requests", type=int, help="how many (default: 2000)")
+    length.add_argument("--minutes", type=float, help="or for how long")
+    add("--in-flight", type=int, default=16, help="at once (default: %(default)s)")
+    add("--aborted", type=float, default=0.2, help="share given up by the client (default: %(default)s)")
+    add("--too-long", type=float, default=0.1, help="share over the context length (default: %(default)s)")
+    add(
+        "--policy",
+        type=named_policy,
+        action="append",
+        metavar="NAME=JSON",
+        help="instead of the mix; repeatable",
+    )
+    add("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
+    add = p.add_argument_group("to whom").add_argument
+    add("--server-flags", default="", metavar="FLAGS", help="further flags for the demo's server")
+    add("--cache", type=Path, default=Path(".bench"), help="the server's log (default: %(default)s)")
+    add = p.add_argument_group("what is allowed").add_argument
+    add(
+        "--memory-mib",
+        type=float,
+        default=64,
+        help="growth of memory in the run (default: %(default)s)",
+    )
+    add("--limit", type=float, default=120, help="seconds for one answer (default: %(default)s)")
+    add(
+        "--out", type=Path, metavar="FILE.json", help="default: DATE-soak.json in benchmarks/results, or here"
+    )
+    return p
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the defaults filled in. ValueError names the flag and its legal range."""
+    if args.requests is None and args.minutes is None:
+        args.requests = 2000
+    for flag in ("requests", "minutes", "in_flight", "limit"):
+        if (value := getattr(args, flag)) is not None and value <= 0:
+            raise ValueError(f"--{flag.replace('_', '-')} must be above 0, got {value}")
+    for flag in ("aborted", "too_long"):
+        if not 0 <= getattr(args, flag) <= 1:
+            raise ValueError(f"--{flag.replace('_', '-')} must be in [0, 1], got {getattr(args, flag)}")
+    args.policy = args.policy or [with_body(name, policy) for name, policy in MIXED.items()]
+    return args
+
+
+@dataclass
+class Soak:
+    """One run against one server."""
+
+    server: servers.Server
+    model: str
+    tokenizer: object
+    args: argparse.Namespace
+    idle: list[Outcome] = field(default_factory=list)
+    outcomes: list[tuple[Case, Outcome]] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        asked = {
+            (task, length): eval_samples(task, length, 4, self.args.seed, self.tokenizer)
+            for task in TASKS
+            for length in CONTEXTS
+        }
+        self.samples = [sample.messages for samples in asked.values() for sample in samples]
+        (long,) = eval_samples("single", 2 * CONTEXT, 1, self.args.seed, self.tokenizer)
+        self.too_long = long.messages
+        step = len(self.samples) // PROBES
+        self.probes = self.samples[::step][:PROBES]
+
+    def case(self, number: int) -> Case:
+        """The case of this number: the same in every run with this seed."""
+        rng = random.Random(f"{self.args.seed}/{number}")
+        variant: Variant = rng.choice(self.args.policy)
+        messages = rng.choice(self.samples)
+        case = Case(number, variant.name, variant.policy, messages, rng.randint(2, 60))
+        fate = rng.random()
+        if fate < self.args.too_long:
+            return replace(case, messages=self.too_long, max_tokens=4, too_long=True)
+        if fate < self.args.too_long + self.args.aborted:
+            case = replace(case, max_tokens=400)
+            if rng.random() < 0.6:
+                return replace(case, patience=3 * rng.random() ** 3)
+            return replace(case, leave_after=rng.randint(1, 12))
+        if variant.dense:
+            return self.probe(number, rng.randrange(PROBES))
+        return replace(case, temperature=rng.choice([0.0, 0.8]))
+
+    def probe(self, number: int, index: int) -> Case:
+        """A dense, greedy question whose answer is known."""
+        return Case(number, "dense", {"preset": "exact"}, self.probes[index], 32, probe=index)
+
+    def _numbers(self) -> Iterator[int]:
+        number, end = 0, time.monotonic() + 60 * (self.args.minutes or 0)
+        with tqdm(total=self.args.requests, unit="request", desc="soaking") as bar:
+            while number < self.args.requests if self.args.requests else time.monotonic() < end:
+                yield number
+                number += 1
+                bar.update(1)
+
+    async def run(self) -> None:
+        """Idle answers first, then everything, then the idle answers again."""
+        async with open_client(self.server.url) as client:
+            for index in range(PROBES):
+                self.idle.append(await self._send(client, self.probe(-1, index)))
+            numbers = self._numbers()
+
+            async def worker() -> None:
+                for number in numbers:
+                    await self._send(client, self.case(number))
+
+            watcher = asyncio.create_task(self._watch())
+            await asyncio.gather(*(worker() for _ in range(self.args.in_flight)))
+            watcher.cancel()
+            for index in range(PROBES):
+                await self._send(client, self.probe(-2, index))
+
+    async def _send(self, client: httpx.AsyncClient, case: Case) -> Outcome:
+        outcome = await run_case(client, self.model, case, self.args.limit)
+        self.outcomes.append((case, outcome))
+        if outcome.kind == "failed":
+            self.wrong.append(f"request {case.number} ({case.policy}): {outcome.detail}")
+        elif case.probe is not None and case.number != -1 and outcome.text != self.idle[case.probe].text:
+            expected = self.idle[case.probe].text
+            self.wrong.append(f"request {case.number}: dense answer {outcome.text!r}, idle {expected!r}")
+        return outcome
+
+    async def _watch(self) -> None:
+        begin, members = time.monotonic(), usage.tree(self.server.process.pid)
+        while True:
+            self.memory.append((round(time.monotonic() - begin, 1), usage.rss(members)))
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def growth(self) -> float:
+        """MiB that resident memory grew by, from the median of the run's second tenth to that of its last."""
+        sizes = [size for _, size in self.memory]
+        tenth = max(1, len(sizes) // 10)
+        begin, end = sizes[tenth : 2 * tenth] or sizes[:1], sizes[-tenth:]
+        return (statistics.median(end) - statistics.median(begin)) / 2**20
+
+
+def settled(server: servers.Server) -> dict:
+    """The engine's account once nothing runs. BenchError when something stays held."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        engine = httpx.get(f"{server.url}/fathom/info", timeout=30, trust_env=False).json()["engine"][0]
+        pool, pages = engine["kv_pool"], engine["kv_pool"]["depth_pages"]
+        balanced = (
+            pages["held"] == pages["open_rows"] == pool["held"] == engine["open_accounts"] == 0
+            and pages["free"] + pages["cached"] == pages["total"]
+            and pages["evictable"] == pages["cached"]
+            and engine["fastkv"]["buffer_used"] == 0
+            and engine["slow_fast"]["buffers_in_use"] == 0
+            and (draft_pool := (engine.get("draft") or {}).get("kv_pool", {})).get("held", 0) == 0
+        )
+        if balanced:
+            return engine
+        if time.monotonic() > deadline:
+            held = {"target": pool, "draft": draft_pool, "open_accounts": engine["open_accounts"]}
+            raise BenchError(f"{IDLE_SECONDS:g} s after the last request the accounts do not balance: {held}")
+        time.sleep(0.25)
+
+
+def proofs(soak: Soak) -> dict[str, int]:
+    """What the answers say of the mechanisms, summed. BenchError where one that was asked for never ran."""
+    seen: Counter[str] = Counter()
+    for case, outcome in soak.outcomes:
+        if outcome.kind != "finished" or outcome.fathom is None:
+            continue
+        asked, told = case.fathom, outcome.fathom
+        seen["draft_tokens"] += told["draft_tokens"]
+        seen["accepted_tokens"] += told["accepted_tokens"]
+        seen["fast_steps"] += told["fast_steps"]
+        seen["dropped_tokens"] += told["prompt_tokens"] - told["kept_tokens"]
+        for member, happened in {
+            "prefill_keep_rate": told["kept_tokens"] < told["prompt_tokens"],
+            "depth_cutoff": told["deep_tokens"] < told["prompt_tokens"],
+            "tsp_rate": bool(told["propagated_tokens"]),
+            "kv_retention_rate": told["retained_tokens"] < told["prompt_tokens"],
+            "speculative": told["draft_tokens"] > 0,
+            "decode": told["fast_steps"] > 0,
+        }.items():
+            if asked.get(member) is not None:
+                seen[member] += happened
+    asked_for = {member for case, _ in soak.outcomes for member in case.fathom if member in seen}
+    if idle := [member for member in sorted(asked_for) if not seen[member]]:
+        raise BenchError(f"{', '.join(idle)}: asked for, but no answer shows that it ran")
+    return dict(seen)
+
+
+def table(soak: Soak) -> str:
+    """Outcomes by policy, in Markdown."""
+    kinds = ("finished", "aborted", "refused", "failed")
+    lines = ["| policy | requests | " + " | ".join(kinds) + " | TTFT p50, s |", "|---" * 7 + "|"]
+    for name in dict.fromkeys(case.policy for case, _ in soak.outcomes):
+        found = [outcome for case, outcome in soak.outcomes if case.policy == name]
+        counts = Counter(outcome.kind for outcome in found)
+        first = [outcome.ttft for outcome in found if outcome.ttft is not None]
+        cells = [str(counts[kind]) for kind in kinds] + [f"{statistics.median(first):.2f}" if first else "–"]
+        lines.append(f"| {name} | {len(found)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _start(running: list[servers.Server], args: argparse.Namespace) -> tuple[servers.Server, list[str]]:
+    target, port = demo_model(), servers.free_port()
+    at = Place(Path(target), port, "float32", CONTEXT, args.in_flight * CONTEXT, 0, Path())
+    draft = ["--draft-model-path", str(demo_model("draft"))]
+    variant = with_flags(FATHOM, [*draft, *shlex.split(args.server_flags)])
+    command = [at.fill(part) for part in variant.command]
+    server = servers.start(variant, command, variant.env, port, args.cache.resolve() / "logs")
+    running.append(server)
+    print("starting the server", file=sys.stderr)
+    server.wait_ready(300)
+    return server, report.portable(command, Path.cwd())
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> dict:
+    """The whole run. BenchError, with everything that went wrong, unless nothing did."""
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["fathom", "soak", *argv]),
+        "hardware": report.hardware(),
+        "versions": report.versions(),
+        "git": report.git_state(),
+        "policies": {variant.name: variant.policy for variant in args.policy},
+        "in_flight": args.in_flight,
+    }
+    with servers.stopping() as running:
+        server, result["server"] = _start(running, args)
+        pid = liveness.identify(server)["engine"][0]["pid"]
+        soak = Soak(server, str(demo_model()), load_tokenizer(str(demo_model())), args)
+        begin = time.monotonic()
+        asyncio.run(soak.run())
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        engine = settled(server)
+        if engine["pid"] != pid or not psutil.pid_exists(pid):
+            soak.wrong.append("the engine's process is not the one that the run began with")
+        result["proofs"] = proofs(soak)
+        result["memory_growth_mib"] = round(soak.growth(), 1)
+        if result["memory_growth_mib"] > args.memory_mib:
+            soak.wrong.append(
+                f"memory grew by {result['memory_growth_mib']} MiB, allowed are {args.memory_mib:g}"
+            )
+        if soak.wrong:
+            raise BenchError(f"{len(soak.wrong)} things went wrong:\n" + "\n".join(soak.wrong[:20]))
+    outcomes = [(case, outcome) for case, outcome in soak.outcomes if case.number >= 0]
+    result["requests"] = len(outcomes)
+    result["outcomes"] = dict(Counter(outcome.kind for _, outcome in outcomes))
+    result["aborts"] = dict(Counter(o.detail for _, o in outcomes if o.kind == "aborted"))
+    result["dense_answers_compared"] = sum(c.probe is not None and o.kind == "finished" for c, o in outcomes)
+    result["memory_mib"] = [(at, size >> 20) for at, size in soak.memory]
+    result["table"] = table(soak)
+    return result
+
+
+def _default_out(result: dict) -> Path:
+    folder = Path("benchmarks/results") if Path("benchmarks/soak.py").is_file() else Path()
+    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
+    return folder / f"{stamp}-soak.json"
+
+
+def main(argv: list[str]) -> int:
+    """Run it. Returns 0; 1 after an error that says what went wrong; 2 for wrong arguments."""
+    args = parser().parse_args(argv)
+    try:
+        result = run(checked(args), argv)
+    except (BenchError, StartError, ValueError) as error:
+        print(f"fathom soak: error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, BenchError) else 2
+    except KeyboardInterrupt:
+        print("fathom soak: interrupted, nothing written", file=sys.stderr)
+        return 130
+    out = args.out or _default_out(result)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print("", result["table"], sep="\n")
+    counts = ", ".join(f"{n} {kind}" for kind, n in result["outcomes"].items())
+    aborts = ", ".join(f"{n} {stage}" for stage, n in result["aborts"].items())
+    print(f"\n{result['requests']} requests in {result['seconds']:.0f} s: {counts}. Given up: {aborts}.")
+    print(
+        f"All accounts balanced; memory grew by {result['memory_growth_mib']} MiB; "
+        f"{result['dense_answers_compared']} dense answers under load were those of the idle server. "
+        f"Written: {out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

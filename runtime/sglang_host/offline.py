@@ -1,0 +1,125 @@
+"""The engine without HTTP: SGLang's offline ``Engine``, with Fathom's scheduler or with its own.
+
+A program that starts one must declare torchvision's operators when its main module is imported (see
+``torchvision_ops``): spawned processes import it first.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fathom.runtime.config import Policy
+from fathom.runtime.sfi.options import SfiOptions
+from fathom.runtime.sglang_host import engine_args, process
+
+POLICY_KEY = "fathom"
+"""Member of ``custom_params`` that holds a policy, and of an answer's ``meta_info`` that holds the account."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One generation. Times in seconds on one clock that starts when its batch is handed over.
+
+    Attributes:
+        first, last: when its first and last output were there.
+        tokens: output tokens.
+        account: what the scheduler says was done for it; empty from stock SGLang.
+    """
+
+    first: float
+    last: float
+    tokens: int
+    account: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per output token after the first one."""
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+
+class OfflineEngine:
+    """A started engine; end it with :meth:`stop`.
+
+    Args:
+        flags: flags of ``sglang serve``, ``--model-path`` included.
+        stock: run SGLang's own scheduler.
+        depth_span, tsp_layer, propagation_buffer, sfi: as ``process.install``.
+
+    Raises:
+        SeamError: when this SGLang is not as Fathom knows it, or another scheduler runs than was asked for.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        stock: bool = False,
+        depth_span: int | None = None,
+        tsp_layer: int | None = None,
+        propagation_buffer: int = 0,
+        sfi: SfiOptions | None = None,
+    ):
+        server_args = engine_args.build(list(flags))
+        from sglang.srt.entrypoints.engine import Engine
+
+        from fathom.runtime.sglang_host import seams
+
+        seams.verify("server")
+        options: dict[str, Any] = {
+            "depth_span": depth_span,
+            "tsp_layer": tsp_layer,
+            "propagation_buffer": propagation_buffer,
+            "sfi": sfi,
+        }
+
+        class Ours(Engine):
+            run_scheduler_process_func = staticmethod(partial(process.run_scheduler_process, **options))
+            run_detokenizer_process_func = staticmethod(process.run_detokenizer_process)
+
+        self._engine = (Engine if stock else Ours)(server_args=server_args)
+        self.report: dict[str, Any] = (
+            self._engine._scheduler_init_result.scheduler_infos[0].get(POLICY_KEY) or {}
+        )
+        if not stock:
+            seams.verify_scheduler_report(self.report)
+        elif self.report:
+            raise seams.SeamError("stock SGLang was asked for, and Fathom's scheduler runs")
+
+    def run(self, prompts: Sequence[list[int]], output: int, policy: Policy | None = None) -> list[Timed]:
+        """Generate greedily and exactly ``output`` tokens for each prompt, all handed over at once.
+
+        Args:
+            prompts: token ids.
+            policy: of every request; None for requests that carry none, as stock SGLang knows them.
+        """
+        sampling: dict[str, Any] = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0.0}
+        if policy is not None:
+            sampling["custom_params"] = {POLICY_KEY: policy.to_wire()}
+        return self._engine.loop.run_until_complete(self._all(prompts, sampling))
+
+    async def _all(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[Timed]:
+        begin = time.perf_counter()
+        return list(await asyncio.gather(*(self._one(prompt, sampling, begin) for prompt in prompts)))
+
+    async def _one(self, prompt: list[int], sampling: dict[str, Any], begin: float) -> Timed:
+        stream = await self._engine.async_generate(
+            input_ids=prompt, sampling_params=dict(sampling), stream=True
+        )
+        first, meta = 0.0, {}
+        async for answer in stream:
+            meta = answer["meta_info"]
+            first = first or time.perf_counter() - begin
+        account = meta.get(POLICY_KEY) or {}
+        if isinstance(account, list):  # SGLang's own manager gathers what each step reported
+            account = next((entry for entry in reversed(account) if entry), {})
+        return Timed(first, time.perf_counter() - begin, meta["completion_tokens"], account)
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._engine.flush_cache()
+
+    def stop(self) -> None:
+        """End the engine's processes."""
+        self._engine.shutdown()

@@ -1,0 +1,111 @@
+"""The papers' tables at a size for a CPU: every mechanism ran, and the papers' figures are what the papers print.
+
+About 50 s: three engines are started, one after the other.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fathom.benchmarks import paper_figures as papers
+from fathom.benchmarks import paper_shapes
+
+SIZES = ("--target", "tiny", "--draft", "tiny-draft", "--sfi-target", "tiny-qwen3")
+WORK = (
+    "--lengths",
+    "384",
+    "--output",
+    "12",
+    "--sfi-output",
+    "12",
+    "--sfi-batch",
+    "2",
+    "--kernel-length",
+    "512",
+)
+SMALL = ("--rounds", "1", "--dtype", "float32", "--sfi-selected", "32", "--sfi-recent", "16")
+POOL = ("--engine-flags", "--max-total-tokens", "4000")
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    out = tmp_path_factory.mktemp("paper") / "tables.json"
+    command = [
+        sys.executable,
+        "-m",
+        "fathom.benchmarks.paper_tables",
+        *SIZES,
+        *WORK,
+        *SMALL,
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run([*command, *POOL], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(out.read_text())["tables"]
+    assert all(f"### {title}" in done.stdout for title in found)
+    return {title.split(":")[0]: rows for title, rows in found.items()}
+
+
+def test_every_table_is_there(tables):
+    assert set(tables) == {
+        *("SPEED, Table 15", "SPEED, Table 16", "SPEED, Table 17", "FastKV, Figure 4", "FastKV, Table 8"),
+        *("SpecPrefill", "All but SFI together"),
+        *("Slow-Fast Inference, Figure 4", "Slow-Fast Inference, Table 1"),
+    }
+    assert all(rows for rows in tables.values())
+    numbers = [
+        value for rows in tables.values() for row in rows for value in row.values() if value is not None
+    ]
+    assert all(value >= 0 for value in numbers)
+
+
+def test_stock_sglang_is_beside_ours(tables):
+    assert tables["SPEED, Table 15"][0]["sglang"] > 0
+    assert tables["FastKV, Figure 4"][0]["x TTFT of SGLang"] > 0
+    assert tables["Slow-Fast Inference, Figure 4"][0]["SGLang"] > 0
+
+
+def test_kv_saved_is_what_the_cutoff_says(tables):
+    """Prompt of 384 tokens, 12 of output, eight layers: above K, one anchor, the last token and the output stay."""
+    (row,) = tables["SPEED, Table 17"]
+    for k in papers.SPEED_CUTOFFS:
+        cutoff = k // 4
+        expected = (8 - cutoff) / 8 * (384 - 2) / (384 + 11)
+        assert row[f"saved {k}"] == pytest.approx(expected, abs=0.03)
+
+
+def test_the_mechanisms_ran(tables):
+    rows = tables["SpecPrefill"]
+    assert [row["keep rate"] for row in rows] == [0.1, 0.3, 0.5]
+    assert 0 < rows[0]["kept"] < rows[1]["kept"] < rows[2]["kept"] < 384
+    assert all(row["x by formula"] > 0 for row in rows)
+    (fast,) = tables["Slow-Fast Inference, Figure 4"]
+    assert fast["fast"] > fast["slow"] > 0
+
+
+@pytest.mark.parametrize(
+    ("table", "length", "printed"),
+    [
+        (papers.SPEED_TTFT_MS, 1, (1.64, 1.40, 1.23, 1.09)),
+        (papers.SPEED_TTFT_MS, 128, (2.01, 1.60, 1.33, 1.14)),
+        (papers.SPEED_TPOT_MS, 128, (1.55, 1.36, 1.22, 1.10)),
+        (papers.SPEED_TPOT_MS, 64, (1.23, 1.22, 1.15, 1.07)),
+    ],
+)
+def test_the_papers_speedups_follow_from_their_times(table, length, printed):
+    full, *rest = table[length]
+    assert [round(full / time, 2) for time in rest] == pytest.approx(printed, abs=0.011)
+
+
+def test_the_papers_memory_is_that_of_the_shape():
+    """128 KiB of KV per token at 32 layers of 8 heads of 128 (bfloat16), and a decode of 128 tokens."""
+    size = paper_shapes.sized("llama-3.1-8b")
+    per_token = 2 * size.layers * size.kv_heads * size.head_dim * 2
+    for length, (full, *cut) in papers.SPEED_KV_GIB.items():
+        assert full == pytest.approx((length * 1024 + 128) * per_token / 2**30, abs=6e-4)
+        for k, held in zip(papers.SPEED_CUTOFFS, cut, strict=True):
+            deep = (length * 1024 * k / 32 + 128) * per_token / 2**30
+            assert held == pytest.approx(deep, abs=6e-4)
