@@ -8,6 +8,7 @@ tokens with prefill and decode rows in one batch; whole prompts on pages of 1.
 import itertools
 import json
 import random
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from fathom.runtime.sfi.trigger import trigger_ids
 from fathom.server import cli
 
-TOLERANCE, TOP, NEW_TOKENS = 1e-4, 40, 24
+TOLERANCE, TOP, NEW_TOKENS = 1e-4, 40, 16
 LAYERS, TSP, CUTOFF = 4, 2, 3
 TOKEN_BYTES = 2 * 2 * 32 * 4  # (keys, values) x KV heads x head_dim x float32, per layer
 MECHANISMS = {
@@ -31,9 +32,9 @@ MECHANISMS = {
     "drafting": {"speculative": True},
 }
 COMBINATIONS = [combination for n in range(6) for combination in itertools.combinations(MECHANISMS, n)]
-SETTINGS = sfi.Settings(sink=2, recent=8, k=12, t_max=5, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+SETTINGS = sfi.Settings(sink=2, recent=8, k=12, t_max=4, seed_from_prefill=False, radius=3, lambda_clip=0.2)
 SFI_FLAGS = (
-    *("--sfi-sink", "2", "--sfi-recent", "8", "--sfi-selected", "12", "--sfi-refresh-budget", "5"),
+    *("--sfi-sink", "2", "--sfi-recent", "8", "--sfi-selected", "12", "--sfi-refresh-budget", "4"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
 )
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "16000", *SFI_FLAGS)
@@ -54,7 +55,7 @@ def models(tiny_model, triggers, tmp_path_factory):
     model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     torch.manual_seed(11)
     folders = []
-    for noise in (0.0, 0.002):
+    for noise in (0.0, 0.0008):
         with torch.no_grad():
             model.lm_head.weight[triggers] *= 1.5 if not noise else 1.0
             for weights in model.parameters() if noise else ():
@@ -239,6 +240,26 @@ def test_what_needs_every_prompt_token_is_refused(chunked):
         assert ("legal with them" in streamed.text) == drops
 
 
+def test_the_live_page_shows_what_was_done(chunked):
+    """The last generations are those of the test before: all three steps of the staircase are in a picture."""
+    before = chunked.client.get("/fathom", params={"refresh": 0})
+    assert before.headers["content-type"].startswith("text/html")
+    assert before.headers["content-security-policy"].startswith("default-src 'none'")
+    combination = ("SpecPrefill", "SPEED", "FastKV", "SFI", "drafting")
+    prompt = make_prompt(99, 161)
+    report = ask(chunked, prompt, combination)["meta_info"]["fathom"]
+    page = chunked.client.get("/fathom").text
+    label = re.search(r'aria-label="(161 prompt tokens; [^"]*)"', page)[1]
+    stairs = [tuple(map(int, stair)) for stair in re.findall(r"(\d+) computed, (\d+) kept", label)]
+    computed, kept = zip(*stairs, strict=True)
+    assert len(stairs) == LAYERS and 161 > computed[0] == computed[1] > computed[2] > computed[3] == 2
+    assert round(sum(computed) / LAYERS) == report["kept_tokens"] and computed[0] > kept[0]
+    assert round(sum(kept) / LAYERS) == report["retained_tokens"]
+    assert "staircase" not in report
+    for words in ("compact buffers in use", "of them fast", "stood", "layer 4", "held by requests"):
+        assert words in page, words
+
+
 def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expected):
     """Each prompt goes on where that of the test above ended; as many others are dropped at any moment."""
     before = chunked.engine()["slow_fast"]["mixed_steps"]
@@ -260,10 +281,10 @@ def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expecte
         found = "FastKV" not in combination or "SpecPrefill" in combination
         cached = answer["meta_info"]["cached_tokens"]
         assert (cached >= 52) if found else (cached == 0), (combination, cached)
-    assert sum(report["accepted_tokens"] for report in reports) > 50
+    assert sum(report["accepted_tokens"] for report in reports) > 30
     assert sum(report["trigger_refreshes"] for report in reports) > 5
     assert sum(report["timeout_refreshes"] for report in reports) > 5
-    assert settle(chunked)["slow_fast"]["mixed_steps"] > before + 20
+    assert settle(chunked)["slow_fast"]["mixed_steps"] > before + 10
     finish(chunked)
 
 

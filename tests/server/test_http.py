@@ -472,6 +472,7 @@ def guarded(start_server, tiny_model):
 
 def test_a_key_is_asked_for_before_a_body_is_read(guarded):
     assert guarded.client.post(CHAT, content=b"{").status_code == 401
+    assert guarded.client.get("/fathom").status_code == 401
     reply = httpx.post(guarded.url + CHAT, content=b"{", headers={"authorization": "Bearer k"})
     assert reply.status_code == 400
 
