@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,14 @@ def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list
                 Variant(f"specprefill-{rate}", policy, lambda a: a["kept_tokens"] < a["prompt_tokens"])
             )
     if "combination" in wanted:
-        parts = {"prefill_keep_rate": 0.3, "min_prompt_tokens": 0, "depth_cutoff": scaled(24, layers, span)}
-        policy = Policy(**parts, tsp_rate=0.5, kv_retention_rate=0.2, speculative=True)
+        policy = Policy(
+            prefill_keep_rate=0.3,
+            min_prompt_tokens=0,
+            depth_cutoff=scaled(24, layers, span),
+            tsp_rate=0.5,
+            kv_retention_rate=0.2,
+            speculative=True,
+        )
         proof = lambda a: a["kept_tokens"] < a["prompt_tokens"] and a["draft_tokens"] > 0  # noqa: E731
         found.append(Variant("combination", policy, proof))
     return found
@@ -164,8 +170,10 @@ def cell_of(timed: Sequence[Any]) -> Cell:
 
 def median_of(cells: Sequence[Cell]) -> Cell:
     """Medians of the times; the account of the last."""
-    middle = (statistics.median(getattr(cell, name) for cell in cells) for name in ("ttft", "tpot", "rate"))
-    return Cell(*middle, cells[-1].account)
+    ttft, tpot, rate = (
+        statistics.median(getattr(cell, name) for cell in cells) for name in ("ttft", "tpot", "rate")
+    )
+    return Cell(ttft, tpot, rate, cells[-1].account)
 
 
 class Report:
@@ -192,7 +200,7 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def paper_row(table: dict[int, Sequence[float]], length: int) -> Sequence[float] | None:
+def paper_row(table: Mapping[int, Sequence[float]], length: int) -> Sequence[float] | None:
     """The row of a paper's table for a prompt length, if it has one."""
     return table.get(length // 1024) if length % 1024 == 0 else None
 

@@ -166,7 +166,7 @@ def refuse_private(content: dict[str, Any]) -> None:
 def refuse_internal(content: dict[str, Any]) -> None:
     """Refuse fields by which SGLang's own processes talk to each other; its native route takes them from anyone."""
     sampling = content.get("sampling_params")
-    parts = [("", content, INTERNAL_FIELDS)]
+    parts: list[tuple[str, Any, tuple[str, ...]]] = [("", content, INTERNAL_FIELDS)]
     parts += [
         ("sampling_params.", item, INTERNAL_SAMPLING_FIELDS)
         for item in (sampling if isinstance(sampling, list) else [sampling])

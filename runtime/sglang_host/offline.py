@@ -67,7 +67,7 @@ class OfflineEngine:
         from fathom.runtime.sglang_host import seams
 
         seams.verify("server")
-        options = {
+        options: dict[str, Any] = {
             "depth_span": depth_span,
             "tsp_layer": tsp_layer,
             "propagation_buffer": propagation_buffer,
