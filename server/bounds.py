@@ -4,6 +4,7 @@ SGLang trusts some values that come from the network as they are: a wrong type, 
 the vocabulary holds, would end the scheduler or the detokenizer, and with it everybody's requests.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any, get_type_hints
 
@@ -65,6 +66,7 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     _check_range("stop_token_ids", list(params.get("stop_token_ids") or ()), *INT32)
     _check_range("stream_interval", params.get("stream_interval"), 1, INT32[1])
     _check_bias(params.get("logit_bias"), vocabulary)
+    _check_patterns(params.get("stop_regex"))
 
 
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
@@ -73,6 +75,14 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
             raise ValueError(
                 f"logit_bias must have token ids in [0, {vocabulary - 1}] as keys, got {token[:40]!r}"
             )
+
+
+def _check_patterns(patterns: str | list[str] | None) -> None:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"stop_regex {pattern[:40]!r} is not a regular expression: {error}") from None
 
 
 def _check_ids(name: str, ids: Any, vocabulary: int) -> None:

@@ -27,6 +27,7 @@ ILLEGAL = [
     ({"n": 129}, "n must be an integer in [1, 128], got 129"),
     ({"n": True}, "n must be an integer in [1, 128], got True"),
     ({"beam_width": 10**9}, "beam_width must be an integer in [1, 128]"),
+    ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
 

@@ -101,11 +101,11 @@ def raw(path, body: bytes, headers="Content-Type: application/json") -> bytes:
 # ---------------------------------------------------------------------------------------------- clients that vanish
 
 VANISHING = 200
-LONG = 5000
+LONG = 180
 
 
 def test_200_clients_that_vanish_in_mid_stream(faulty):
-    """Half of them close properly, half reset the connection; all when each has had an event, or after 30 s."""
+    """Half of them close properly, half reset the connection; all at once, when each has had an event."""
     aborted = counted(faulty, "abort")
     body = {"stream": True, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True, "temperature": 1}}
 
@@ -333,7 +333,7 @@ def fuzzed(fields):
 
 def problems(route, status, body: bytes) -> str:
     """What is wrong with an answer; empty when it is as documented."""
-    if status not in (200, 400):
+    if status not in (200, 400, *([404] if route == RESPONSES else [])):  # an earlier response that there is not
         return f"status {status}"
     if b"Traceback" in body or b"site-packages" in body:
         return "shows the server's insides"
@@ -377,7 +377,7 @@ def test_10000_requests_that_are_not_what_they_should_be(faulty, fields):
         status, content = sender.post(address(faulty), route, body)
         seen[status] = seen.get(status, 0) + 1
         if found := problems(route, status, content):
-            wrong.append((found, route, json.dumps(body)[:300], content[:300]))
+            wrong.append((found, route, json.dumps(body)[:400], content[:400]))
 
     with ThreadPoolExecutor(SENDERS) as pool:
 
@@ -402,15 +402,15 @@ def test_10000_requests_that_are_not_what_they_should_be(faulty, fields):
 # ------------------------------------------------------------------------------------------------------ slow reader
 
 
-def test_a_slow_reader_holds_nobody_up(faulty):
-    """It takes a few bytes a second of a stream of several megabytes; memory stays and the others are served."""
+def test_slow_readers_hold_nobody_up(faulty):
+    """They take a few bytes a second of streams of many megabytes; memory stays and the others are served."""
     process = psutil.Process(faulty.process.pid)
     body = {
         "text": "the key of",
         "stream": True,
         "return_logprob": True,
         "top_logprobs_num": 50,
-        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 0},
+        "sampling_params": {"max_new_tokens": 500, "ignore_eos": True, "temperature": 0},
     }
     alone = min(timed(faulty) for _ in range(3))
     memory = process.memory_info().rss
@@ -423,7 +423,7 @@ def test_a_slow_reader_holds_nobody_up(faulty):
         readers.append(connection)
     try:
         wait_until(lambda: held(faulty) > 0)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 8
         while time.monotonic() < until and held(faulty) > 0:
             for connection in readers:
                 connection.recv(16)
