@@ -14,6 +14,7 @@ from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, Tokeni
 
 from fathom.runtime import config
 from fathom.runtime.config import Policy
+from fathom.server import bounds
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.history import Finished
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
@@ -50,10 +51,12 @@ class FathomTokenizerManager(TokenizerManager):
         """SGLang's generator of outputs, with the policy put in and the reports collected.
 
         Raises:
-            ValueError: for a cache key in the name space that is reserved for policies.
+            ValueError: for a value that the engine could not survive, and for a cache key in the name space that is
+                reserved for policies.
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
+            bounds.check(obj, self.model_config.vocab_size)
             policy = context.policy if context else self.face.default
             refuse_prompt_outputs(obj, policy)
             apply_policy(obj, policy, context.protected if context else ())
