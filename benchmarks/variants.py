@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fathom.benchmarks.client import MODEL_NAME
+from fathom.runtime.presets import EXACT, PRESETS
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Variant:
     @property
     def drafted(self) -> bool:
         """Whether its requests need a draft model and its command names none."""
-        asked = self.policy.get("prefill_keep_rate", 1) != 1 or self.policy.get("speculative", False)
+        preset = PRESETS.get(self.policy.get("preset", EXACT), {})
+        policy = {**preset, **self.policy}
+        asked = policy.get("prefill_keep_rate", 1) != 1 or policy.get("speculative", False)
         return asked and self.option("--draft-model-path") is None
 
     def option(self, name: str) -> str | None:

@@ -204,12 +204,13 @@ def _depth_pages(pages: Mapping[str, Any], pool: Mapping[str, Any]) -> Html:
     for number, used in reversed(list(enumerate(pages["per_span"]))):
         first = number * span + 1
         layers = f"layers {first}-{first + span - 1}" if span > 1 else f"layer {first}"
-        bar = _bar([("held", used)], total)
+        bar = _bar([("used", used)], total)
         rows.append(
             el("tr", el("td", layers), el("td", bar), el("td", f"{used:,} in use, {percent(used / total)}"))
         )
     key = el("p", el("span", class_="key k-held"), "held by requests", el("span", class_="key k-cached"),
-             "only in the prefix cache; a span's bar is both", class_="soft keys")  # fmt: skip
+             "only in the prefix cache", el("span", class_="key k-computed"), "both, per span",
+             class_="soft keys")  # fmt: skip
     return join(el("table", el("tbody", *rows), class_="pages"), key)
 
 

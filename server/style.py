@@ -32,6 +32,7 @@ th { color: var(--soft); font-weight: 600; }
   overflow: hidden; }
 .bar i { display: block; height: 100%; }
 .i-held { background: var(--kept); }
+.i-used { background: var(--computed); }
 .i-cached { background: var(--cached); }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(21.5rem, 100%), 1fr)); gap: .75rem; }
 .card p { margin: .2rem 0; }

@@ -138,3 +138,14 @@ def test_a_policy_that_no_server_would_take_is_refused(monkeypatch):
     monkeypatch.setattr(config, "MECHANISMS", frozenset())
     with pytest.raises(config.PolicyError, match="not available in this build"):
         predict.check([with_body("half", {"depth_cutoff": 8})], BENCH)
+
+
+def test_a_preset_is_predicted_by_what_it_comes_to():
+    found, want = expected({"preset": "balanced"}), of_plan(fastkv=FastKV(8, 0.5, 0.5), speed=Speed(12))
+    assert (found["ttft"], found["tpot"], found["kv"]) == (want.ttft, want.tpot, want.kv)
+
+
+def test_a_preset_may_need_a_draft():
+    assert with_body("x", {"preset": "turbo"}).drafted
+    assert not with_body("x", {"preset": "balanced"}).drafted
+    assert not with_body("x", {"preset": "turbo", "prefill_keep_rate": 1.0, "speculative": False}).drafted
