@@ -32,6 +32,6 @@ BY_NAME: dict[str, dict[str, Any]] = {
     for name, values in config.PRESETS.items()
     if values
 }
-"""Short prompts are not left whole: the documents of the questions are shorter than those whose time is measured."""
+"""Short prompts are not left whole: the documents that are asked about are shorter than those that are timed."""
 
 COMPARED = SINGLES | COMBINED | BY_NAME
