@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 PORT ?= 30000
+WATCH_PORT ?= 9090
 ARGS ?=
 # Files that are tested at the same time; each has servers of its own (1.5 GB each).
 WORKERS ?= 2
@@ -18,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # once and takes what its configured places have.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup serve test lint format bench fidelity bench-vllm-env image-steps lock clean
+.PHONY: help setup serve watch test lint format bench fidelity bench-vllm-env image-steps lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,6 +40,10 @@ $(TEST_STAMP): $(STAMP) requirements/test.lock
 
 serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
+
+watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve`
+	prometheus --config.file=docker/prometheus.local.yaml --storage.tsdb.path=.bench/prometheus \
+	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
 test: $(TEST_STAMP)  ## run all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)

@@ -32,6 +32,6 @@ BY_NAME: dict[str, dict[str, Any]] = {
     for name, values in config.PRESETS.items()
     if values
 }
-"""Short prompts are not left whole: the documents that are asked about are shorter than those that are timed."""
+"""Short prompts are not left whole: the questions' documents are shorter than those whose time is measured."""
 
 COMPARED = SINGLES | COMBINED | BY_NAME

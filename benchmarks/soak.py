@@ -45,13 +45,14 @@ MIXED: dict[str, dict[str, Any]] = {
     "kept": {"prefill_keep_rate": 0.3, "min_prompt_tokens": 64},
     "drafted": {"speculative": True},
     "kept and drafted": {"prefill_keep_rate": 0.3, "min_prompt_tokens": 64, "speculative": True},
-    "three in prefill": {
+    "all five": {
         "prefill_keep_rate": 0.5,
         "min_prompt_tokens": 64,
         "depth_cutoff": 6,
         "tsp_rate": 0.3,
         "kv_retention_rate": 0.3,
         "decode": "slow_fast",
+        "speculative": True,
     },
 }
 """For the demo pair: eight layers with a cutoff at three quarters."""

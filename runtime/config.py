@@ -259,12 +259,15 @@ class Policy:
         return {name: getattr(self, name) for name in SPECS if name != "preset"}
 
     @property
+    def dropping(self) -> dict[str, Any]:
+        """The values by which some prompt token may not be computed at some layer."""
+        names = ("prefill_keep_rate", "depth_cutoff", "tsp_rate")
+        return {name: value for name, value in self.differences().items() if name in names}
+
+    @property
     def drops_tokens(self) -> bool:
         """Whether some prompt token may not be computed at some layer."""
-        return any(
-            getattr(self, name) != DEFAULTS[name]
-            for name in ("prefill_keep_rate", "depth_cutoff", "tsp_rate")
-        )
+        return bool(self.dropping)
 
     def differences(self) -> dict[str, Any]:
         """The values that are not the fields' defaults."""

@@ -116,10 +116,10 @@ def _tiles(history: History, gate: Gate, now: float) -> Html:
     last10 = sum(by_second[-10:]) / 10
     tiles = [
         ("requests inside", str(gate.in_flight), f"{len(recent)} generations ended in {SECONDS} s"),
-        ("output tokens/s, last 10 s", f"{last10:.1f}", _sparkline(by_second)),
+        ("output tokens/s, last 10 s", f"{last10:,.1f}", _sparkline(by_second)),
         (
             "prompt tokens/s, of those that ended",
-            f"{sum(g.prompt for g in recent) / SECONDS:.0f}",
+            f"{sum(g.prompt for g in recent) / SECONDS:,.0f}",
             f"last {SECONDS} s",
         ),
         ("TTFT, median", seconds(quantile(ttfts, 0.5)), _tail(ttfts)),
@@ -199,7 +199,7 @@ def _depth_pages(pages: Mapping[str, Any], pool: Mapping[str, Any]) -> Html:
     total, span = max(pages["total"], 1), pages["span"]
     parts = [("held", pages["held"]), ("cached", pages["cached"])]
     about = f"{pages['held']:,} held and {pages['cached']:,} cached of {pages['total']:,} depth pages"
-    about += f" ({pool.get('page_size', 1)} tokens x {span} layers, {size(pages['page_bytes'])} each)"
+    about += f" (page size {pool.get('page_size', 1)} x {span} layers, {size(pages['page_bytes'])} each)"
     rows = [el("tr", el("td", "all spans"), el("td", _bar(parts, total)), el("td", about))]
     for number, used in reversed(list(enumerate(pages["per_span"]))):
         first = number * span + 1
@@ -209,8 +209,8 @@ def _depth_pages(pages: Mapping[str, Any], pool: Mapping[str, Any]) -> Html:
             el("tr", el("td", layers), el("td", bar), el("td", f"{used:,} in use, {percent(used / total)}"))
         )
     key = el("p", el("span", class_="key k-held"), "held by requests", el("span", class_="key k-cached"),
-             "in the prefix cache (spans: both)", class_="soft")  # fmt: skip
-    return join(el("div", el("table", el("tbody", *rows)), class_="scroll"), key)
+             "only in the prefix cache; a span's bar is both", class_="soft keys")  # fmt: skip
+    return join(el("table", el("tbody", *rows), class_="pages"), key)
 
 
 def _tokens(pool: Mapping[str, Any]) -> Html:
@@ -244,7 +244,9 @@ def _generations(history: History, limits: config.Limits, now: float) -> Html:
 def _card(g: Finished, limits: config.Limits, now: float) -> Html:
     report, policy = g.report, g.report.get("policy") or {}
     neutral = config.Policy().to_wire()
-    asked = ", ".join(f"{k} {v}" for k, v in policy.items() if k != "preset" and neutral.get(k) != v)
+    asked = ", ".join(
+        f"{k} {str(v).lower()}" for k, v in policy.items() if k != "preset" and neutral.get(k) != v
+    )
     stairs = staircase_of(g, limits)
     times = [f"TTFT {seconds(g.ttft)}", f"TPOT {seconds(g.tpot)}"] if g.ttft is not None else [g.outcome]
     facts = [f"{g.prompt:,} prompt, {g.output:,} output tokens", *times]

@@ -14,13 +14,31 @@ from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import rewrite
-from fathom.server.routes import GENERATION_ROUTES, RESPONSES, error_body, path_of
+from fathom.server.routes import GENERATE, GENERATION_ROUTES, RESPONSES, error_body, path_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+INTERNAL_FIELDS = (
+    *(
+        "http_worker_ipc",
+        "received_time",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
+        "external_trace_header",
+    ),
+    *("bootstrap_pair_key", "decode_tp_size", "lora_id", "positional_embed_overrides", "encoder_urls"),
+)
+INTERNAL_SAMPLING_FIELDS = (
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+    "ebnf_full_assistant",
+)
+
+MAX_GENERATIONS = 128
+"""Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
 
 REMEMBERED_RESPONSES = 1024
 """How many ``/v1/responses`` answers keep their account for a later retrieval."""
@@ -61,7 +79,7 @@ class PolicyMiddleware:
         received_time = time.perf_counter()
         try:
             body = await read_body(scope, receive, self._face.max_body_bytes)
-            body, request = take_policy(body)
+            body, request = take_policy(body, path)
             policy, left_out = self._face.choose(request)
         except ClientGone:
             return
@@ -110,7 +128,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(body: bytes) -> tuple[bytes, Any]:
+def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any]:
     """The body without its ``fathom`` member, and that member (None where there is none).
 
     Raises:
@@ -124,6 +142,8 @@ def take_policy(body: bytes) -> tuple[bytes, Any]:
     if not isinstance(content, dict):
         raise RequestError(400, "the request body must be a JSON object")
     refuse_private(content)
+    if path == GENERATE:
+        refuse_internal(content)
     refuse_count(content)
     if "fathom" not in content:
         return body, None
@@ -143,13 +163,27 @@ def refuse_private(content: dict[str, Any]) -> None:
                 raise RequestError(400, message, name)
 
 
-def refuse_count(content: dict[str, Any]) -> None:
-    """Refuse to make fewer than one generation: SGLang answers that with a message about its insides."""
+def refuse_internal(content: dict[str, Any]) -> None:
+    """Refuse fields by which SGLang's own processes talk to each other; its native route takes them from anyone."""
     sampling = content.get("sampling_params")
-    for name, holder in (("n", content), ("sampling_params.n", sampling)):
-        count = holder.get("n") if isinstance(holder, dict) else None
-        if isinstance(count, int) and count < 1:
-            raise RequestError(400, f"{name} must be at least 1, got {count}", name)
+    parts: list[tuple[str, Any, tuple[str, ...]]] = [("", content, INTERNAL_FIELDS)]
+    parts += [
+        ("sampling_params.", item, INTERNAL_SAMPLING_FIELDS)
+        for item in (sampling if isinstance(sampling, list) else [sampling])
+    ]
+    for prefix, holder, names in parts:
+        for name in names if isinstance(holder, dict) else ():
+            if holder.get(name) is not None:
+                raise RequestError(400, f"{prefix}{name} is not for clients", prefix + name)
+
+
+def refuse_count(content: dict[str, Any]) -> None:
+    """Refuse to make no generation at all, or more than one prompt may have."""
+    sampling = content.get("sampling_params")
+    for name, holder in (("n", content), ("best_of", content), ("sampling_params.n", sampling)):
+        count = holder.get(name.rpartition(".")[2]) if isinstance(holder, dict) else None
+        if isinstance(count, int) and not 1 <= count <= MAX_GENERATIONS:
+            raise RequestError(400, f"{name} must be in [1, {MAX_GENERATIONS}], got {count}", name)
 
 
 def with_length(scope: Scope, length: int) -> Scope:

@@ -1,6 +1,7 @@
 """SGLang's tokenizer manager, carrying the policy to the scheduler and its account back."""
 
 import copy
+import json
 import re
 import sys
 import time
@@ -11,7 +12,9 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 
+from fathom.runtime import config
 from fathom.runtime.config import Policy
+from fathom.server import bounds
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.history import Finished
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
@@ -48,10 +51,12 @@ class FathomTokenizerManager(TokenizerManager):
         """SGLang's generator of outputs, with the policy put in and the reports collected.
 
         Raises:
-            ValueError: for a cache key in the name space that is reserved for policies.
+            ValueError: for a value that the engine could not survive, and for a cache key in the name space that is
+                reserved for policies.
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
+            bounds.check(obj, self.model_config.vocab_size)
             policy = context.policy if context else self.face.default
             refuse_prompt_outputs(obj, policy)
             apply_policy(obj, policy, context.protected if context else ())
@@ -223,12 +228,17 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
     asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]
     starts = obj.logprob_start_len if isinstance(obj.logprob_start_len, list) else [obj.logprob_start_len]
     if any(asked) and any(start is not None and start >= 0 for start in starts):
-        raise ValueError(
-            "log-probabilities of the prompt cannot be had under a policy that drops prompt tokens; "
-            'leave them out, or ask with "fathom": {"preset": "exact"}'
-        )
+        raise ValueError(_not_with("log-probabilities of the prompt", policy))
     if obj.return_hidden_states:
-        raise ValueError("hidden states cannot be had under a policy that drops prompt tokens")
+        raise ValueError(_not_with("hidden states", policy))
+
+
+def _not_with(what: str, policy: Policy) -> str:
+    values = " and ".join(f"fathom.{name} {json.dumps(value)}" for name, value in policy.dropping.items())
+    legal = ", ".join(f'"{name}": {json.dumps(config.DEFAULTS[name])}' for name in policy.dropping)
+    return (
+        f"{what} cannot be had under a policy that drops prompt tokens, by {values}; legal with them: {legal}"
+    )
 
 
 def apply_policy(obj: GenerateReqInput, policy: Policy, protected: Sequence[tuple[int, int]] = ()) -> None:

@@ -170,8 +170,9 @@ def test_panels_have_their_own_place_and_number():
         ("check", "rules", FILES / "rules.yaml"),
         ("test", "rules", ROOT / "tests" / "deploy" / "rules_test.yaml"),
         ("check", "config", "--syntax-only", ROOT / "docker" / "prometheus.yaml"),
+        ("check", "config", ROOT / "docker" / "prometheus.local.yaml"),
     ],
-    ids=["rules are valid", "alerts fire as meant", "compose's configuration"],
+    ids=["rules are valid", "alerts fire as meant", "compose's configuration", "make watch"],
 )
 def test_promtool(prometheus_tools, arguments):
     command = [prometheus_tools["promtool"], *map(str, arguments)]

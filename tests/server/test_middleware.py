@@ -179,11 +179,26 @@ def test_an_internal_error_tells_nothing(path, client):
 
 
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
-@pytest.mark.parametrize("body", [{"n": 0}, {"sampling_params": {"n": -1}}])
-def test_fewer_than_one_generation_is_refused(path, body, client):
+@pytest.mark.parametrize("body", [{"n": 0}, {"sampling_params": {"n": -1}}, {"n": 129}, {"n": 2**63}])
+def test_no_generation_or_too_many_are_refused(path, body, client):
     reply = client((0, b"{}")).call(path, body)
     assert reply.status == 400
-    assert "n must be at least 1, got " in message_of(path, reply.json)
+    assert "n must be in [1, 128], got " in message_of(path, reply.json)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"http_worker_ipc": "ipc:///tmp/x"}, "http_worker_ipc"),
+        ({"received_time": 1.0}, "received_time"),
+        ({"sampling_params": {"is_normalized": True}}, "sampling_params.is_normalized"),
+        ({"sampling_params": [{}, {"stop_strs": ["a"]}]}, "sampling_params.stop_strs"),
+    ],
+)
+def test_fields_between_sglangs_processes_are_not_for_clients(body, name, client):
+    reply = client((0, b"{}")).call("/generate", body)
+    assert (reply.status, reply.json["error"]["param"]) == (400, name)
+    assert client((1, b"{}")).call("/generate", {"http_worker_ipc": None}).status == 200
 
 
 def test_an_error_inside_a_stream_shows_no_source(client):

@@ -5,16 +5,20 @@ No engine: scattered slots, a table of its own length per span, rows that altern
 
 import itertools
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from oracles import combined
 from oracles import sfi as oracle
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fathom.runtime.decode import Entry, Shape, SlowFast
+from fathom.runtime.decode import AS_SERVED, Entry, Shape, SlowFast
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
+from fathom.runtime.sfi.rules import Reading
 from fathom.runtime.sfi.trigger import trigger_mask
 
 VOCABULARY, LAYERS, SPAN, CUTOFF = 128, 4, 2, 2
@@ -40,14 +44,13 @@ def settings(config=CONFIG):
     )
 
 
-@pytest.fixture(scope="module")
-def model():
+def random_model(layers):
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -58,6 +61,11 @@ def model():
     return LlamaForCausalLM(config).float().eval()
 
 
+@pytest.fixture(scope="module")
+def model():
+    return random_model(LAYERS)
+
+
 def exists(prompt, cutoff):
     return lambda layer: range(len(prompt)) if layer < cutoff else {0, len(prompt) - 1}
 
@@ -65,12 +73,13 @@ def exists(prompt, cutoff):
 class Loop:
     """Greedy decoding of requests by row; prompts are computed by the oracle's model, with every key it has."""
 
-    def __init__(self, model, state, width=400):
+    def __init__(self, model, state, width=400, reading=AS_SERVED):
+        self.reading = reading
         self.model, self.state = model, state
         self.parts = oracle.CachedModel(model, 0)
-        slots = 12 * width
+        slots, self.layers = 12 * width, len(model.model.layers)
         self.free = torch.randperm(slots, generator=torch.Generator().manual_seed(1)).tolist()
-        self.pool = [(torch.randn(slots, 2, 32), torch.randn(slots, 2, 32)) for _ in range(LAYERS)]
+        self.pool = [(torch.randn(slots, 2, 32), torch.randn(slots, 2, 32)) for _ in range(self.layers)]
         self.slots = {}  # by row: per span the slots of its entries
         self.tokens, self.length, self.alternates, self.outcomes, self.logits = {}, {}, {}, {}, {}
 
@@ -78,14 +87,14 @@ class Loop:
     def prefill(self, row, prompt, cutoff=LAYERS, alternates=True):
         cached = oracle.CachedModel(self.model, len(prompt))
         kept = exists(prompt, cutoff)
-        there = torch.zeros(LAYERS, len(prompt), dtype=torch.bool)
+        there = torch.zeros(self.layers, len(prompt), dtype=torch.bool)
         for i, line in enumerate(there):
             line[sorted(kept(i))] = True
         eye = torch.eye(len(prompt), dtype=torch.bool)
         causal = torch.ones_like(eye).tril()
         logits, _ = cached.forward(prompt, lambda i: (causal & (there[i] | eye)).unsqueeze(0))
         self.slots[row] = []
-        for span in range(LAYERS // SPAN):
+        for span in range(self.layers // SPAN):
             own = [self.free.pop() for _ in range(int(there[span * SPAN].sum()))]
             self.slots[row].append(own)
             for i in range(span * SPAN, (span + 1) * SPAN):
@@ -94,39 +103,71 @@ class Loop:
         self.tokens[row], self.length[row], self.outcomes[row] = [int(logits.argmax())], len(prompt), []
         self.alternates[row], self.logits[row] = alternates, [logits]
 
+    def entry(self, row, drafted=0):
+        tokens = self.tokens[row] if self.alternates[row] else None
+        return Entry(row, self.length[row], tokens, drafted, self.reading)
+
+    def proposed(self, row, drafts):
+        """As many of the drafted tokens as may be verified in one pass."""
+        stretch = self.state.stretch(row)
+        if stretch is None:
+            return drafts
+        drafts = drafts[: max(stretch.left - 1, 0)]
+        end = stretch.ends(drafts)
+        return drafts if end is None else drafts[: end - 1]
+
     @torch.inference_mode()
-    def step(self, rows):
+    def step(self, rows, drafts=None):
+        """One pass; ``drafts``: by row, tokens to verify in it."""
         for row in rows:
             self.length[row] += 1
+        self.state.take_in([self.entry(row) for row in rows])
+        asked = {row: self.proposed(row, guess) for row, guess in (drafts or {}).items()}
+        asked = {row: asked.get(row, []) for row in rows}
+        for row in rows:
             for own in self.slots[row]:
-                own.append(self.free.pop())
-        step = self.state.begin(
-            [Entry(r, self.length[r], self.tokens[r] if self.alternates[r] else None) for r in rows]
+                own.extend(self.free.pop() for _ in range(1 + len(asked[row])))
+        step = self.state.begin([self.entry(row, len(asked[row])) for row in rows])
+        body, counts = self.model.model, [1 + len(asked[row]) for row in rows]
+        hidden = body.embed_tokens(torch.tensor([t for r in rows for t in (self.tokens[r][-1], *asked[r])]))
+        positions = torch.cat(
+            [torch.arange(n) + self.length[r] - 1 for r, n in zip(rows, counts, strict=True)]
         )
-        body = self.model.model
-        hidden = body.embed_tokens(torch.tensor([self.tokens[r][-1] for r in rows]))
-        positions = torch.tensor([self.length[r] - 1 for r in rows])
         cos, sin = (x[0] for x in body.rotary_emb(hidden, positions.unsqueeze(0)))
         with self.state.executor.step():
             for i, layer in enumerate(body.layers):
                 tables = [self.slots[r][i // SPAN] for r in rows]
                 q, k, v = self.parts.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
-                last = [own[-1] for own in tables]
+                last = [slot for own, n in zip(tables, counts, strict=True) for slot in own[-n:]]
                 self.pool[i][0][last], self.pool[i][1][last] = k.transpose(0, 1), v.transpose(0, 1)
                 slots = np.concatenate([[7, 7], *tables]).astype(np.int32)  # a segment before the step's own
                 entry = np.cumsum([0, 2, *map(len, tables)])
                 mixed = step.attend(i, q.transpose(0, 1), self.pool[i], slots, entry, 1 / math.sqrt(32))
-                hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(rows), -1))
+                hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(hidden), -1))
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        logits = self.model.lm_head(body.norm(hidden))
-        for row, found, line in zip(rows, step.finish(), logits, strict=True):
-            self.tokens[row].append(int(line.argmax()))
-            self.logits[row].append(line)
+        logits = self.model.lm_head(body.norm(hidden)).split(counts)
+        for row, found, lines in zip(rows, step.finish(), logits, strict=True):
             self.outcomes[row].append(found)
+            self.accept(row, lines, asked[row])
+
+    def accept(self, row, lines, drafted):
+        """Greedy: what stands of a pass, up to where a slow step is due; the rest is given back."""
+        chosen = lines.argmax(-1).tolist()
+        right = [a == b for a, b in zip(drafted, chosen, strict=False)]
+        count = 1 + ([*right, False].index(False))
+        stretch = self.state.stretch(row) if self.alternates[row] and len(chosen) > 1 else None
+        tokens = chosen[:count]
+        tokens = tokens if stretch is None else tokens[: stretch.ends(tokens)]
+        self.tokens[row] += tokens
+        self.logits[row] += list(lines[: len(tokens)])
+        self.length[row] += len(tokens) - 1
+        for own in self.slots[row] if len(tokens) < len(chosen) else ():
+            self.free[:0] = own[len(tokens) - len(chosen) :]
+            del own[len(tokens) - len(chosen) :]
 
 
-def new_state(config=CONFIG, **limits):
-    shape = Shape(LAYERS, SPAN, 4, 2, 32, 32, torch.float32, longest=400, rows=16)
+def new_state(config=CONFIG, layers=LAYERS, longest=400, **limits):
+    shape = Shape(layers, SPAN, 4, 2, 32, 32, torch.float32, longest, rows=16)
     return SlowFast(shape, options(config, **limits), trigger_mask(sorted(TRIGGERS), VOCABULARY))
 
 
@@ -222,3 +263,69 @@ def test_rows_that_find_no_room_for_evidence_wait(model):
     starts = [[outcome.cause for outcome in loop.outcomes[row]].index("start") for row in range(3)]
     assert starts == [0, 1, 2]
     assert [outcome.fast for outcome in loop.outcomes[2]] == [False, False, False]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_passes_over_drafted_tokens_are_the_steps_they_stand_for(model, gap):
+    """Guesses of which some are wrong; each request's tokens, logits and slow steps are those of single steps."""
+    config = SfiConfig(**{**vars(CONFIG), "minimum_gap": gap})
+    loop, cutoffs = Loop(model, new_state(config, runs=3)), [LAYERS, CUTOFF, LAYERS, LAYERS]
+    asked, new = prompts([120, 37, 5, 90]), 70
+    told = [(TRIGGERS, replace(settings(config), gap=gap))] * 3
+    told += [(range(VOCABULARY), settings())]  # the last one finds no compact buffer
+    want = [
+        oracle.generate(model, p, new + 12, *how, exists(p, cutoff))
+        for p, cutoff, how in zip(asked, cutoffs, told, strict=True)
+    ]
+    for row, (prompt, cutoff) in enumerate(zip(asked, cutoffs, strict=True)):
+        loop.prefill(row, prompt, cutoff)
+    rng = random.Random(1)
+    while unfinished := [row for row in range(4) if len(loop.tokens[row]) < new]:
+        guesses = {}
+        for row in unfinished:
+            at = len(loop.tokens[row])
+            guesses[row] = want[row].tokens[at : at + rng.randrange(9)]
+            if guesses[row] and rng.random() < 0.4:
+                guesses[row][rng.randrange(len(guesses[row]))] = rng.randrange(VOCABULARY)
+        loop.step(unfinished, guesses)
+    for row in range(4):
+        count = len(loop.tokens[row])
+        assert loop.tokens[row] == want[row].tokens[:count]
+        for got, line in zip(loop.logits[row], want[row].logits, strict=False):
+            torch.testing.assert_close(got, line, atol=1e-4, rtol=1e-4)
+        slow = sum(not outcome.fast for outcome in loop.outcomes[row])
+        assert slow == (sum(want[row].slow[: count - 1]) if row < 3 else len(loop.outcomes[row]))
+        assert len(loop.outcomes[row]) < 0.75 * (count - 1)
+
+
+@pytest.mark.parametrize("rule", ["fused", "frozen", "random", "none"])
+def test_controls(model, rule):
+    (prompt,) = prompts([140])
+    loop = Loop(model, new_state(), reading=Reading(rule, selected=9, recent=25, seed=1 << 40))
+    loop.prefill(2, prompt)
+    for _ in range(45):
+        loop.step([2])
+    how = combined.Decode(replace(settings(), k=9, recent=25), TRIGGERS, rule, 1 << 40)
+    want = combined.generate(model, prompt, 46, decode=how)
+    assert loop.tokens[2] == want.tokens
+    torch.testing.assert_close(torch.stack(loop.logits[2]), torch.stack(want.logits), atol=1e-4, rtol=1e-4)
+    assert [not outcome.fast for outcome in loop.outcomes[2]] == want.slow
+    assert [outcome.cause for outcome in loop.outcomes[2]] == want.causes
+    assert sum(want.slow) > 2 and (want.causes.count(None) == 44) == (rule == "frozen")
+
+
+def test_thousands_of_tokens():
+    """The recent window moves past itself 250 times; two layers, half of the tokens in passes over guesses."""
+    model, new, (prompt,) = random_model(2), 4000, prompts([30])
+    want = oracle.generate(model, prompt, new + 8, TRIGGERS, settings())
+    loop = Loop(model, new_state(layers=2, longest=4200), width=400)
+    loop.prefill(0, prompt)
+    while (at := len(loop.tokens[0])) < new:
+        loop.step([0], {0: want.tokens[at : at + 8]} if at // 50 % 2 else None)
+    assert loop.tokens[0] == want.tokens[: len(loop.tokens[0])]
+    got = torch.stack(loop.logits[0])
+    torch.testing.assert_close(got, torch.stack(want.logits[: len(got)]), atol=1e-3, rtol=1e-3)
+    slow = sum(not outcome.fast for outcome in loop.outcomes[0])
+    assert slow == sum(want.slow[: len(got) - 1])
+    assert 100 < sum(want.slow) < new / 4
+    assert len(set(want.tokens[-200:])) > 20  # it does not say one thing for ever

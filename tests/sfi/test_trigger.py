@@ -158,3 +158,32 @@ def test_no_more_than_the_budget_of_fast_steps_in_a_row():
 
 def test_a_trigger_within_the_gap_is_put_off_not_lost():
     assert run([0, 1, 1, 0, 0, 0, 0], False, minimum_gap=2) == [True, False, False, True, False, False]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    budget=st.integers(1, 12),
+    gap=st.integers(0, 12),
+    start=st.integers(0, 50),
+)
+@settings(deadline=None)
+def test_a_stretch_ends_where_the_next_step_is_slow(tokens, budget, gap, start):
+    """From any point of a request's life, one token at a time."""
+    config = SfiConfig(refresh_budget=budget, minimum_gap=min(gap, budget))
+    state = PhaseState(1, trigger_mask([3, 7], 10), config)
+    row, one = torch.tensor([0]), torch.ones(1, dtype=torch.bool)
+    state.admit(row, torch.tensor([1]), ~one)
+    for token in tokens[:start]:
+        state.advance(row, state.slow(row), torch.tensor([token]))
+    stretch, rest = state.stretch(0), tokens[start:]
+    if bool(state.slow(row)):
+        assert stretch.left == 0
+        return
+    want = None
+    for steps, token in enumerate(rest, start=1):
+        state.advance(row, ~one, torch.tensor([token]))
+        if bool(state.slow(row)):
+            want = steps
+            break
+    assert stretch.ends(rest) == want
+    assert want is None or want <= stretch.left

@@ -1,0 +1,300 @@
+"""Every combination of the five mechanisms, against one oracle with explicit masks, in float32: same greedy tokens,
+log-probabilities to 1e-4, counters that show each mechanism ran, and nothing left behind.
+
+All 32 combinations are requests of one server, so they meet in its batches. Two servers: chunks of 64 on pages of 4
+tokens with prefill and decode rows in one batch; whole prompts on pages of 1.
+"""
+
+import itertools
+import json
+import random
+import re
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from oracles import combined, drafted, sfi
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from fathom.runtime.sfi.trigger import trigger_ids
+from fathom.server import cli
+
+TOLERANCE, TOP, NEW_TOKENS = 1e-4, 40, 16
+LAYERS, TSP, CUTOFF = 4, 2, 3
+TOKEN_BYTES = 2 * 2 * 32 * 4  # (keys, values) x KV heads x head_dim x float32, per layer
+MECHANISMS = {
+    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64},
+    "SPEED": {"depth_cutoff": CUTOFF},
+    "FastKV": {"tsp_rate": 0.4, "kv_retention_rate": 0.3},
+    "SFI": {"decode": "slow_fast"},
+    "drafting": {"speculative": True},
+}
+COMBINATIONS = [combination for n in range(6) for combination in itertools.combinations(MECHANISMS, n)]
+SETTINGS = sfi.Settings(sink=2, recent=8, k=12, t_max=4, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+SFI_FLAGS = (
+    *("--sfi-sink", "2", "--sfi-recent", "8", "--sfi-selected", "12", "--sfi-refresh-budget", "4"),
+    *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
+)
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "16000", *SFI_FLAGS)
+
+
+def policy_of(combination):
+    return {name: value for mechanism in combination for name, value in MECHANISMS[mechanism].items()}
+
+
+@pytest.fixture(scope="module")
+def triggers(tiny_model):
+    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model, triggers, tmp_path_factory):
+    """Folders of a target that ends sentences now and then, and of a draft: the same with noise on its weights."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.manual_seed(11)
+    folders = []
+    for noise in (0.0, 0.0008):
+        with torch.no_grad():
+            model.lm_head.weight[triggers] *= 1.5 if not noise else 1.0
+            for weights in model.parameters() if noise else ():
+                weights += noise * torch.randn_like(weights)
+        folder = tmp_path_factory.mktemp("matrix")
+        shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+        model.save_pretrained(folder)
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(models, triggers):
+    """The oracle's answer to a prompt under a policy, computed once: a function."""
+    model = LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    draft, known = drafted.Draft(models[1]), {}
+
+    def generate(prompt, combination):
+        # Drafting changes no greedy token.
+        key = (tuple(prompt), tuple(name for name in combination if name != "drafting"))
+        if key not in known:
+            told = combined.of_policy(
+                policy_of(key[1]), prompt, TSP, lambda rate: draft.kept(prompt, rate), SETTINGS, triggers
+            )
+            known[key] = combined.generate(model, prompt, NEW_TOKENS, *told)
+        return known[key]
+
+    return generate
+
+
+def make_prompt(seed, length):
+    rng = random.Random(f"{seed}/{length}")
+    return [rng.randrange(6, 2000) for _ in range(length)]
+
+
+def documents():
+    """One prompt per combination: of one chunk, of two and of three, none a multiple of the pages or chunks."""
+    return [make_prompt(number, 66 + 19 * (number % 6)) for number in range(len(COMBINATIONS))]
+
+
+def body_of(prompt, combination, tokens=NEW_TOKENS):
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+        "fathom": policy_of(combination),
+    }
+
+
+def ask(server, prompt, combination):
+    response = server.client.post("/generate", json=body_of(prompt, combination))
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def drop(server, prompt, combination, events):
+    """Stream an answer and leave after some events: during the prompt's chunks, or while it is decoded."""
+    body = body_of(prompt, combination, 500) | {"stream": True}
+    with server.client.stream("POST", "/generate", json=body) as stream:
+        for count, _ in enumerate(stream.iter_lines()):
+            if count >= events:
+                return
+
+
+def check(expected, page, prompt, combination, answer):
+    """One answer and its account."""
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    want, report = expected(prompt, combination), meta["fathom"]
+    assert tokens == want.tokens, combination
+    for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
+        row = row.log_softmax(-1)
+        got = [value for value, _, _ in entries]
+        assert len(got) == TOP
+        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+    computed, kept = [len(seen) for seen in want.sets], [len(heads[0]) for heads in want.kept]
+    assert report["kept_tokens"] == round(sum(computed) / LAYERS) and report["deep_tokens"] == computed[-1]
+    assert report["retained_tokens"] == round(sum(kept) / LAYERS)
+    check_liveness(combination, report, len(prompt))
+    check_steps(want, combination, report)
+    if "drafting" not in combination:
+        steps = len(tokens) - 1
+        held = sum(-(-(count + steps) // page) for count in kept) * page * TOKEN_BYTES
+        assert report["kv_bytes"] == held, combination
+        assert report["kv_bytes_dense"] == -(-(len(prompt) + steps) // page) * page * TOKEN_BYTES * LAYERS
+    return report
+
+
+def check_liveness(combination, report, prompt):
+    """Each mechanism that was asked for did something, and no other one did."""
+    dropped = {"SpecPrefill", "SPEED", "FastKV"} & set(combination)
+    assert (report["kept_tokens"] < prompt) == bool(dropped)
+    assert (report["deep_tokens"] == 2) == ("SPEED" in combination)
+    assert (report["propagated_tokens"] is not None) == ("FastKV" in combination)
+    assert (report["fast_steps"] > 0) == ("SFI" in combination)
+    assert (report["compact_bytes"] > 0) == ("SFI" in combination) and not report["dense_fallbacks"]
+    assert (report["draft_tokens"] > 0) == ("drafting" in combination)
+
+
+def check_steps(want, combination, report):
+    """Whatever is drafted, a slow step has a pass of its own."""
+    passes = report["slow_steps"] + report["fast_steps"]
+    assert passes == report["decode_steps"]
+    if "SFI" in combination:
+        assert report["slow_steps"] == sum(want.slow)
+        assert passes + report["accepted_tokens"] == NEW_TOKENS - 1
+        for cause in ("trigger", "timeout"):
+            assert report[f"{cause}_refreshes"] == want.causes.count(cause)
+
+
+def settle(server):
+    """The engine's own account once nothing runs: every page, buffer and account is given back."""
+    deadline = time.monotonic() + 20
+    while (state := server.engine())["open_accounts"] or state["kv_pool"]["depth_pages"]["open_rows"]:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+    pages = state["kv_pool"]["depth_pages"]
+    assert pages["held"] == 0 and pages["free"] + pages["cached"] == pages["total"]
+    assert pages["evictable"] == pages["cached"]
+    assert state["slow_fast"]["buffers_in_use"] == 0 and state["fastkv"]["buffer_used"] == 0
+    return state
+
+
+def finish(server):
+    settle(server)
+    assert server.stop() == 0
+    log = server.log.read_text()
+    assert "Traceback" not in log and "leak" not in log.lower()
+
+
+def explained(models, prompt, combination, page, capsys):
+    """KV bytes that `fathom explain` foresees for a request."""
+    options = {
+        "--prompt-tokens": len(prompt),
+        "--output-tokens": NEW_TOKENS,
+        "--policy": json.dumps(policy_of(combination)),
+        "--draft-model-path": models[1],
+        "--page-size": page,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    assert cli.main(["explain", str(models[0]), "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)["costs"]["policy"]["kv_bytes"]
+
+
+@pytest.fixture(scope="module")
+def chunked(start_server, models):
+    flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4")
+    return start_server(models[0], *FLAGS, *flags, "--draft-model-path", str(models[1]))
+
+
+def test_one_at_a_time(chunked, models, expected, capsys):
+    for prompt, combination in zip(documents(), COMBINATIONS, strict=True):
+        report = check(expected, 4, prompt, combination, ask(chunked, prompt, combination))
+        if "drafting" not in combination:
+            assert report["kv_bytes"] == explained(models, prompt, combination, 4, capsys), combination
+    settle(chunked)
+
+
+def test_what_needs_every_prompt_token_is_refused(chunked):
+    """Prompt log-probabilities under each mechanism that drops tokens, alone, batched and streamed."""
+    (short, long), sampling = (make_prompt(1, n) for n in (30, 90)), {"max_new_tokens": 1}
+    asked = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
+    for name, policy in MECHANISMS.items():
+        drops = name in ("SpecPrefill", "SPEED", "FastKV")
+        generate = {"input_ids": long, **asked, "fathom": policy}
+        cases = [("/generate", generate), ("/generate", generate | {"input_ids": [short, long]})]
+        text = {
+            "model": "m",
+            "prompt": "a b c",
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 1,
+            "fathom": policy,
+        }
+        cases += [("/v1/completions", text), ("/v1/completions", text | {"prompt": ["a b", "c d"]})]
+        for route, body in cases:
+            reply = chunked.client.post(route, json=body)
+            assert reply.status_code == (400 if drops else 200), reply.text
+            field = next(iter(policy))
+            assert not drops or f"fathom.{field} {json.dumps(policy[field])}; legal with them" in reply.text
+        streamed = chunked.client.post("/generate", json=generate | {"stream": True})
+        assert ("legal with them" in streamed.text) == drops
+
+
+def test_the_live_page_shows_what_was_done(chunked):
+    """The last generations are those of the test before: all three steps of the staircase are in a picture."""
+    before = chunked.client.get("/fathom", params={"refresh": 0})
+    assert before.headers["content-type"].startswith("text/html")
+    assert before.headers["content-security-policy"].startswith("default-src 'none'")
+    combination = ("SpecPrefill", "SPEED", "FastKV", "SFI", "drafting")
+    prompt = make_prompt(99, 161)
+    report = ask(chunked, prompt, combination)["meta_info"]["fathom"]
+    page = chunked.client.get("/fathom").text
+    label = re.search(r'aria-label="(161 prompt tokens; [^"]*)"', page)[1]
+    stairs = [tuple(map(int, stair)) for stair in re.findall(r"(\d+) computed, (\d+) kept", label)]
+    computed, kept = zip(*stairs, strict=True)
+    assert len(stairs) == LAYERS and 161 > computed[0] == computed[1] > computed[2] > computed[3] == 2
+    assert round(sum(computed) / LAYERS) == report["kept_tokens"] and computed[0] > kept[0]
+    assert round(sum(kept) / LAYERS) == report["retained_tokens"]
+    assert "staircase" not in report
+    for words in ("compact buffers in use", "of them fast", "stood", "layer 4", "held by requests"):
+        assert words in page, words
+
+
+def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expected):
+    """Each prompt goes on where that of the test above ended; as many others are dropped at any moment."""
+    before = chunked.engine()["slow_fast"]["mixed_steps"]
+    cases = [
+        (document + make_prompt(77, 13), combination)
+        for document, combination in zip(documents(), COMBINATIONS, strict=True)
+    ]
+    jobs = [*cases, *((make_prompt(n, 150), c, n % 4) for n, c in enumerate(COMBINATIONS))]
+    random.Random(3).shuffle(jobs)
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda job: (drop if len(job) == 3 else ask)(chunked, *job), jobs))
+    reports = []
+    for job, answer in zip(jobs, answers, strict=True):
+        if len(job) == 3:
+            continue
+        prompt, combination = job
+        reports.append(check(expected, 4, prompt, combination, answer))
+        # A propagation needs hidden states, which the cache has not; SpecPrefill computes what stays in one go.
+        found = "FastKV" not in combination or "SpecPrefill" in combination
+        cached = answer["meta_info"]["cached_tokens"]
+        assert (cached >= 52) if found else (cached == 0), (combination, cached)
+    assert sum(report["accepted_tokens"] for report in reports) > 30
+    assert sum(report["trigger_refreshes"] for report in reports) > 5
+    assert sum(report["timeout_refreshes"] for report in reports) > 5
+    assert settle(chunked)["slow_fast"]["mixed_steps"] > before + 10
+    finish(chunked)
+
+
+def test_whole_prompts_four_at_once(start_server, models, expected):
+    flags = ("--chunked-prefill-size", "-1", "--draft-model-path", str(models[1]))
+    server = start_server(models[0], *FLAGS, *flags)
+    jobs = list(zip(documents(), COMBINATIONS, strict=True))
+    random.Random(4).shuffle(jobs)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda job: ask(server, *job), jobs))
+    for (prompt, combination), answer in zip(jobs, answers, strict=True):
+        check(expected, 1, prompt, combination, answer)
+    finish(server)

@@ -1,0 +1,72 @@
+"""What a request may hold: types and ranges that the engine relies on, refused before it sees them."""
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from fathom.server import bounds
+
+VOCABULARY = 2048
+LEGAL = [
+    {},
+    {"temperature": None, "max_new_tokens": None, "skip_special_tokens": None},
+    {"temperature": 0, "top_k": -1, "top_p": 1, "n": 128, "stop": ["a"], "stop_token_ids": [7]},
+    {"regex": "a+", "ignore_eos": True, "logit_bias": {"2047": -100}, "stream_interval": 1},
+    {"sampling_seed": 2**62, "custom_params": {"deep": {"er": {}}}, "unheard_of": 1},
+]
+ILLEGAL = [
+    ({"skip_special_tokens": [[]]}, "sampling_params.skip_special_tokens: Expected `bool`"),
+    ({"temperature": "hot"}, "sampling_params.temperature: Expected `float`"),
+    ({"logit_bias": True}, "sampling_params.logit_bias: Expected"),
+    ({"logit_bias": {"2048": 1.0}}, "token ids in [0, 2047] as keys, got '2048'"),
+    ({"logit_bias": {"-1": 1.0}}, "token ids in [0, 2047] as keys, got '-1'"),
+    ({"max_new_tokens": 2**40}, "max_new_tokens must be an integer in"),
+    ({"max_new_tokens": 1.5}, "sampling_params.max_new_tokens: Expected `int"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids must be an integer in"),
+    ({"sampling_seed": 2**70}, "sampling_seed must be an integer in"),
+    ({"sampling_seed": "x"}, "sampling_seed must be an integer in"),
+    ({"n": 129}, "n must be an integer in [1, 128], got 129"),
+    ({"n": True}, "n must be an integer in [1, 128], got True"),
+    ({"beam_width": 10**9}, "beam_width must be an integer in [1, 128]"),
+    ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
+]
+
+
+@pytest.mark.parametrize("params", LEGAL)
+def test_what_sglang_takes_is_left_as_it_is(params):
+    before = dict(params)
+    bounds.check_sampling(params, VOCABULARY)
+    assert params == before
+
+
+@pytest.mark.parametrize(("params", "message"), ILLEGAL)
+def test_sampling_parameters(params, message):
+    for given in (params, [{}, params]):
+        with pytest.raises(ValueError) as caught:
+            bounds.check(GenerateReqInput(text="a", sampling_params=given), VOCABULARY)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input_ids", [1, -1]),
+        ("input_ids", [[1], [VOCABULARY]]),
+        ("input_ids", [True]),
+        ("token_ids_logprob", [VOCABULARY]),
+        ("top_logprobs_num", 1025),
+        ("top_logprobs_num", [0, -1]),
+        ("logprob_start_len", -2),
+        ("priority", 2**40),
+        ("max_thinking_tokens", -1),
+    ],
+)
+def test_fields_of_the_request(field, value):
+    with pytest.raises(ValueError, match=field):
+        bounds.check(GenerateReqInput(**{field: value}), VOCABULARY)
+
+
+def test_ordinary_requests_pass():
+    request = GenerateReqInput(
+        input_ids=[0, VOCABULARY - 1], top_logprobs_num=5, logprob_start_len=-1, priority=3
+    )
+    bounds.check(request, VOCABULARY)
