@@ -94,3 +94,19 @@ def check_reply(server: Server, reply: Reply) -> None:
         raise BenchError(
             f"{name}: asked for {server.variant.policy}, but the request was served dense: {report}"
         )
+    if missing := _left_out(report):
+        raise BenchError(f"{name}: asked for {server.variant.policy}, but {missing}: {report}")
+
+
+def _left_out(report: dict) -> str | None:
+    """A mechanism of the policy that the scheduler ran under, but of which the account shows nothing."""
+    policy = report.get("policy", {})
+    if report.get("propagation_skipped"):
+        return "the prompt was too long for the buffer of hidden states"
+    if report.get("dense_fallbacks"):
+        return "no compact buffer was free"
+    if policy.get("speculative") and not report["draft_tokens"]:
+        return "nothing was drafted"
+    if policy.get("decode") == "slow_fast" and not policy["speculative"] and not report["fast_steps"]:
+        return "no step was fast"
+    return None

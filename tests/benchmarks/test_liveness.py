@@ -1,0 +1,51 @@
+"""An answer that left out a part of its policy is no measurement of it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fathom.benchmarks import liveness
+from fathom.benchmarks.client import BenchError, Reply
+from fathom.benchmarks.variants import with_body
+
+DONE = {"prompt_tokens": 100, "kept_tokens": 50, "kv_bytes": 5, "kv_bytes_dense": 10}
+DONE |= {"fast_steps": 3, "draft_tokens": 0, "cached_tokens": 84}
+
+
+def check(policy, **counters):
+    asked = {"decode": "full", "speculative": False} | policy
+    server = SimpleNamespace(variant=with_body("x", policy))
+    reply = Reply(100, 8, 1.0, 2.0, 8, "", {**DONE, "policy": asked, **counters})
+    liveness.check_reply(server, reply)
+    liveness.check_cached(server, reply, 84)
+
+
+@pytest.mark.parametrize(
+    ("policy", "counters", "message"),
+    [
+        (
+            {"tsp_rate": 0.2, "kv_retention_rate": 0.2},
+            {"propagation_skipped": True},
+            "buffer of hidden states",
+        ),
+        ({"decode": "slow_fast"}, {"dense_fallbacks": 1}, "no compact buffer"),
+        ({"decode": "slow_fast", "depth_cutoff": 6}, {"fast_steps": 0}, "no step was fast"),
+        ({"speculative": True, "depth_cutoff": 6}, {}, "nothing was drafted"),
+        ({"depth_cutoff": 6}, {"cached_tokens": 83}, "83 tokens of the shared document"),
+    ],
+)
+def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
+    with pytest.raises(BenchError, match=message):
+        check(policy, **counters)
+
+
+@pytest.mark.parametrize(
+    ("policy", "counters"),
+    [
+        ({"decode": "slow_fast"}, {}),
+        ({"decode": "slow_fast", "speculative": True}, {"fast_steps": 0, "draft_tokens": 9}),
+        ({"tsp_rate": 0.2}, {"propagation_skipped": False, "fast_steps": 0}),
+    ],
+)
+def test_a_policy_that_was_carried_out_counts(policy, counters):
+    check(policy, **counters)
