@@ -333,7 +333,11 @@ def fuzzed(fields):
 
 def problems(route, status, body: bytes) -> str:
     """What is wrong with an answer; empty when it is as documented."""
-    if status not in (200, 400, *([404] if route == RESPONSES else [])):  # an earlier response that there is not
+    if status not in (
+        200,
+        400,
+        *([404] if route == RESPONSES else []),
+    ):  # an earlier response that there is not
         return f"status {status}"
     if b"Traceback" in body or b"site-packages" in body:
         return "shows the server's insides"
