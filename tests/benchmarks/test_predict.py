@@ -141,7 +141,8 @@ def test_a_policy_that_no_server_would_take_is_refused(monkeypatch):
 
 
 def test_a_preset_is_predicted_by_what_it_comes_to():
-    found, want = expected({"preset": "balanced"}), of_plan(fastkv=FastKV(8, 0.5, 0.5), speed=Speed(12))
+    found = expected({"preset": "balanced", "tsp_rate": 0.5, "kv_retention_rate": 0.5})
+    want = of_plan(fastkv=FastKV(8, 0.5, 0.5), speed=Speed(12))
     assert (found["ttft"], found["tpot"], found["kv"]) == (want.ttft, want.tpot, want.kv)
 
 
