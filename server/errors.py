@@ -1,6 +1,7 @@
 """Error answers that name what is wrong and nothing else: no traceback, no file path."""
 
 import re
+import traceback
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from fathom.server.routes import FAILED, error_body, path_of
 
 SHOWN_ERRORS = 3
 SHOWN_CHARACTERS = 500
+MALFORMED = "the request body does not have the form of this route"
 
 
 # What libraries put into their messages for their own developers.
@@ -68,6 +70,15 @@ def _is_field(name: str) -> bool:
     # Alternatives of a union appear in the place under the names of their types.
     known = name in ("body", "str", "int", "float", "bool", "dict")
     return not known and (name.replace("-", "_").isidentifier() or name.isdigit())
+
+
+def raised_by_body(error: BaseException) -> bool:
+    """Whether an exception came from reading a request into its route's form, before the route itself began.
+
+    Some of SGLang's validators take for granted what they are there to check.
+    """
+    frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return "request_body_to_args" in frames and "run_endpoint_function" not in frames
 
 
 async def on_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:

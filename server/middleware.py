@@ -13,7 +13,7 @@ import orjson
 from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
-from fathom.server.errors import rewrite
+from fathom.server.errors import MALFORMED, raised_by_body, rewrite
 from fathom.server.routes import GENERATE, GENERATION_ROUTES, RESPONSES, error_body, path_of
 
 Message = MutableMapping[str, Any]
@@ -95,6 +95,10 @@ class PolicyMiddleware:
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:
             await self._app(with_length(scope, len(body)), replay(body, receive), answer)
+        except Exception as error:
+            if answer.begun or not raised_by_body(error):
+                raise
+            await send_error(path, RequestError(400, MALFORMED), send)
         finally:
             CURRENT.reset(token)
 
@@ -228,8 +232,10 @@ class Answer:
         self._held: Message | None = None
         self._parts: list[bytes] = []
         self._events: EventEcho | None = None
+        self.begun = False
 
     async def __call__(self, message: Message) -> None:
+        self.begun = True
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] != "http.response.body":

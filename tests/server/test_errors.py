@@ -1,12 +1,17 @@
 """Error texts and the handlers of SGLang's application."""
 
+from typing import Any
+
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from fathom.server import errors
+from fathom.server.context import Face
 from fathom.server.errors import clean, describe
+from fathom.server.middleware import PolicyMiddleware
+from fathom.server.routes import CHAT
 
 
 class Body(BaseModel):
@@ -77,3 +82,26 @@ def test_many_errors_are_counted():
 )
 def test_cleaning(message, expected):
     assert clean(message) == expected
+
+
+def test_a_validator_that_breaks_is_the_requests_fault():
+    class Careless(BaseModel):
+        value: Any = None
+
+        @model_validator(mode="before")
+        @classmethod
+        def look(cls, values):
+            return {**values, "x": values["value"].get("x")}
+
+    app = FastAPI()
+
+    @app.post(CHAT)
+    def chat(body: Careless):
+        return body.value["missing"]
+
+    app.add_middleware(PolicyMiddleware, face=Face())
+    client = TestClient(app)
+    got = client.post(CHAT, json={"value": [1]})
+    assert (got.status_code, got.json()["message"]) == (400, errors.MALFORMED)
+    with pytest.raises(KeyError):
+        client.post(CHAT, json={"value": {"x": 1}})

@@ -364,13 +364,13 @@ class Sender(threading.local):
         """Status and body of the answer."""
         if self.connection is None:
             self.connection = http.client.HTTPConnection(*place, timeout=60)
-        try:
-            self.connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
-            got = self.connection.getresponse()
-            return got.status, got.read()
-        except (OSError, http.client.HTTPException):
+        self.connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
+        got = self.connection.getresponse()
+        content = got.read()
+        if got.status >= 500:  # the server closes it after an exception
+            self.connection.close()
             self.connection = None
-            raise
+        return got.status, content
 
 
 def test_10000_requests_that_are_not_what_they_should_be(faulty, fields):
