@@ -80,7 +80,7 @@ def start_all(
         described.append(
             {
                 "name": variant.name,
-                "command": report.portable(command, Path.cwd()),
+                "command": command,
                 "env": env,
                 "body": variant.body,
                 "startup_seconds": server.started,
@@ -161,7 +161,8 @@ def default_out(result: dict, name: str | None) -> Path:
 def write(result: dict, out: Path) -> list[Path]:
     """The JSON at `out`; with fidelity in it also the comparison of all policies as Markdown, and its picture."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    out.write_text(report.portable(text, Path.cwd()))
     paths = [out]
     if "fidelity" in result:
         rows = combined.rows(result)

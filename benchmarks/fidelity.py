@@ -190,7 +190,7 @@ def _start(
     running.append(server)
     print("starting the server", file=sys.stderr)
     server.wait_ready(args.start_limit)
-    return server, report.portable(command, Path.cwd())
+    return server, command
 
 
 def _running(url: str) -> servers.Server:
@@ -269,7 +269,7 @@ def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv
         "hardware": report.hardware(),
         "versions": report.versions(),
         "git": report.git_state(),
-        "model": report.portable([model], Path.cwd())[0],
+        "model": model,
         "seed": todo.seed,
         "grid": todo.name,
         "policies": {policy.name: policy.body["fathom"] for policy in todo.policies},

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fathom.benchmarks import fidelity_report, plot_fidelity, plot_grids
+from fathom.benchmarks import fidelity_report, plot_fidelity, plot_grids, report
 from fathom.benchmarks.fidelity_args import Cell
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.fidelity_report import Results, Row, Scored
@@ -86,7 +86,7 @@ def write(result: dict, out: Path) -> list[Path]:
     """JSON at `out`, CSV and (with matplotlib) PNG beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     found = result["rows"]
-    out.write_text(to_text(result))
+    out.write_text(report.portable(to_text(result), Path.cwd()))
     paths = [out, out.with_suffix(".csv")]
     fidelity_report.write_csv(found, paths[1])
     if not plot_fidelity.available():

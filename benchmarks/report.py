@@ -250,6 +250,6 @@ def notes(report: dict) -> list[str]:
     return lines
 
 
-def portable(command: list[str], folder: Path) -> list[str]:
-    """A command line with paths below ``folder`` relative to it: a kept result names no machine's folders."""
-    return [part.removeprefix(f"{folder}/") for part in command]
+def portable(text: str, folder: Path) -> str:
+    """The text with paths below ``folder`` relative to it: a kept result names no machine's folders."""
+    return text.replace(f"{folder}/", "")

@@ -280,7 +280,7 @@ def _start(running: list[servers.Server], args: argparse.Namespace) -> tuple[ser
     running.append(server)
     print("starting the server", file=sys.stderr)
     server.wait_ready(300)
-    return server, report.portable(command, Path.cwd())
+    return server, command
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
@@ -341,7 +341,8 @@ def main(argv: list[str]) -> int:
         return 130
     out = args.out or _default_out(result)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    out.write_text(report.portable(text, Path.cwd()))
     print("", result["table"], sep="\n")
     counts = ", ".join(f"{n} {kind}" for kind, n in result["outcomes"].items())
     aborts = ", ".join(f"{n} {stage}" for stage, n in result["aborts"].items())
