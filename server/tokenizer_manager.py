@@ -56,9 +56,9 @@ class FathomTokenizerManager(TokenizerManager):
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
-            bounds.check(obj, self.model_config.vocab_size)
             policy = context.policy if context else self.face.default
             try:
+                bounds.check(obj, self.model_config.vocab_size)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
             except ValueError:

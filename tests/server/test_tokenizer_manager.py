@@ -226,6 +226,7 @@ def test_a_refused_stream_can_be_cleaned_up(manager):
     """SGLang's task after a stream asks whether the request was single; if that fails, the connection is closed
     under whatever request is on it by then."""
     manager.face = Face(asked={"depth_cutoff": 4})
+    manager.model_config = SimpleNamespace(vocab_size=100)
     obj = GenerateReqInput(text="a", return_logprob=True, logprob_start_len=0, stream=True)
     with pytest.raises(ValueError, match="cannot be had under a policy that drops prompt tokens"):
         asyncio.run(anext(manager.generate_request(obj)))
