@@ -56,10 +56,15 @@ class FathomTokenizerManager(TokenizerManager):
         """
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
-            bounds.check(obj, self.model_config.vocab_size)
             policy = context.policy if context else self.face.default
-            refuse_prompt_outputs(obj, policy)
-            apply_policy(obj, policy, context.protected if context else ())
+            try:
+                bounds.check(obj, self.model_config.vocab_size)
+                refuse_prompt_outputs(obj, policy)
+                apply_policy(obj, policy, context.protected if context else ())
+            except ValueError:
+                # What SGLang does two seconds after the end of a stream needs a normalized request.
+                obj.normalize_batch_and_arguments()
+                raise
         stream = super().generate_request(obj, request)
         first = True
         try:

@@ -1,5 +1,6 @@
 """What leaves the HTTP process with a request, and what is kept of what comes back."""
 
+import asyncio
 import copy
 from types import SimpleNamespace
 
@@ -219,3 +220,14 @@ def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
     assert manager.rid_to_state.keys() == {"b"}
     manager._drop_placeholders(SimpleNamespace(rid="b"))
     assert manager.rid_to_state.keys() == {"b"}
+
+
+def test_a_refused_stream_can_be_cleaned_up(manager):
+    """SGLang's task after a stream asks whether the request was single; if that fails, the connection is closed
+    under whatever request is on it by then."""
+    manager.face = Face(asked={"depth_cutoff": 4})
+    manager.model_config = SimpleNamespace(vocab_size=100)
+    obj = GenerateReqInput(text="a", return_logprob=True, logprob_start_len=0, stream=True)
+    with pytest.raises(ValueError, match="cannot be had under a policy that drops prompt tokens"):
+        asyncio.run(anext(manager.generate_request(obj)))
+    assert obj.is_single and obj.rid
