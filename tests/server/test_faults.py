@@ -5,6 +5,7 @@ takes long where the HTTP process still waits for anything. About 90 s on two qu
 """
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import json
@@ -194,12 +195,12 @@ def test_what_is_no_json_object_is_refused(faulty, route):
 )
 def test_what_is_no_http_is_refused(faulty, head):
     with socket.create_connection(address(faulty), timeout=20) as connection:
-        connection.sendall(head.encode())
-        connection.shutdown(socket.SHUT_WR)
-        try:
+        got = b""
+        with contextlib.suppress(
+            ConnectionResetError, BrokenPipeError
+        ):  # it may hang up before it has heard all
+            connection.sendall(head.encode())
             got = connection.recv(4096)
-        except ConnectionResetError:
-            got = b""
     assert got == b"" or re.match(rb"HTTP/1\.1 4\d\d ", got), got
 
 
