@@ -46,7 +46,7 @@ watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve`
 	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
 test: $(TEST_STAMP)  ## run all tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda

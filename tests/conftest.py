@@ -57,11 +57,17 @@ SHARED = (
 """Files of the engine's tests that use the same servers: one worker runs them all."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """What `--dist loadgroup` may not take apart: a file, or the files that share servers."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("shared" if item.path.name in SHARED else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """What is sent to one worker as a whole: a file, or the files that share servers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return "shared" if Path(file).name in SHARED else file
+
+    return ByFile(config, log)
 
 
 def in_turn(item, alone: bool):
