@@ -121,10 +121,10 @@ class FathomTokenizerManager(TokenizerManager):
     ) -> None:
         others = {key: values for key, values in customized_info.items() if key != POLICY_KEY}
         super().update_request_meta_info(meta_info, state, others, index, finish_reason)
-        reports = customized_info.get(POLICY_KEY)
-        report = reports[index] if reports and finish_reason is not None else None
-        if report is None:
+        reports = customized_info[POLICY_KEY][index] if POLICY_KEY in customized_info else []
+        if not reports or finish_reason is None:
             return
+        (report,) = reports
         meta_info[POLICY_KEY] = public(report)
         if account := account_of(state):
             account.first_token = report.get("first_token_time")

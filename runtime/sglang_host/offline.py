@@ -111,9 +111,8 @@ class OfflineEngine:
         async for answer in stream:
             meta = answer["meta_info"]
             first = first or time.perf_counter() - begin
-        account = meta.get(POLICY_KEY) or {}
-        if isinstance(account, list):  # SGLang's own manager gathers what each step reported
-            account = next((entry for entry in reversed(account) if entry), {})
+        # SGLang's own manager gathers what each output reported: one account, at the end.
+        account = (meta.get(POLICY_KEY) or [{}])[-1]
         return Timed(first, time.perf_counter() - begin, meta["completion_tokens"], account)
 
     def forget(self) -> None:

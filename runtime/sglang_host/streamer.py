@@ -25,13 +25,13 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
         # SGLang's dataclass(slots=True) replaces the class object, which breaks zero-argument super().
         SchedulerOutputStreamer.stream_output(self, reqs, return_logprob, skip_req)
 
-    def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[dict[str, Any] | None]]:
-        """One report per emitted request, None while it is still running."""
+    def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[list[dict[str, Any]]]]:
+        """Per emitted request what is new to say: its report at its end, nothing while it is still running."""
         return {
             REPORT_KEY: [
-                self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens)
+                [self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens)]
                 if request.finished()
-                else None
+                else []
                 for request in reqs
             ]
         }

@@ -134,7 +134,7 @@ REPORT = {"kept_tokens": 4, "first_token_time": 11.0}
 
 def test_the_report_is_taken_when_the_generation_ends(manager):
     state, meta = state_of(), {}
-    info = {"fathom": [None, REPORT], "other": [[1], [2]]}
+    info = {"fathom": [[], [REPORT]], "other": [[1], [2]]}
     manager.update_request_meta_info(meta, state, info, 0, None)
     assert meta == {"other": [1]}
     manager.update_request_meta_info(meta, state, info, 1, {"type": "stop"})
