@@ -101,7 +101,7 @@ def _fastkv() -> Iterable[Point]:
 
 # --- SFI: what a fast step reads, as a share of the prompt, and who chooses it ---
 
-SFI_CONTEXT = 1024
+SFI_CONTEXT = 2048
 SFI_BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2)
 SFI_RULES = {"SFI": "fused", "frozen": "frozen", "random": "random", "sink + recent": "none"}
 SINK = 4
@@ -145,7 +145,7 @@ GRIDS = {
         tuple(_sfi()),
         ("list",),
         (SFI_CONTEXT,),
-        40,
+        24,
         "lines",
         ("share of the prompt that a fast step reads (%)",),
     ),

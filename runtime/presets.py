@@ -14,7 +14,7 @@ EXACT = "exact"
 
 PRESETS: Presets = {
     EXACT: {},
-    "balanced": {"depth_cutoff": 0.75, "kv_retention_rate": 0.2},
+    "balanced": {"prefill_keep_rate": 0.5, "kv_retention_rate": 0.2, "speculative": True},
     "turbo": {
         "depth_cutoff": 0.75,
         "prefill_keep_rate": 0.5,

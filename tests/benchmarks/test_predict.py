@@ -12,7 +12,7 @@ from fathom.benchmarks.model import BENCH, config_json
 from fathom.benchmarks.prompts import Cell, Settings
 from fathom.benchmarks.usage import Usage
 from fathom.benchmarks.variants import FATHOM, SGLANG, VLLM, with_body, with_flags
-from fathom.runtime import config, cost
+from fathom.runtime import config, cost, presets
 from fathom.runtime.cost import FastKV, SlowFast, SpecPrefill, Speed, make_plan
 
 CELL, SETTINGS = Cell(prompt=8192, batch=4), Settings(output=32)
@@ -140,13 +140,15 @@ def test_a_policy_that_no_server_would_take_is_refused(monkeypatch):
         predict.check([with_body("half", {"depth_cutoff": 8})], BENCH)
 
 
-def test_a_preset_is_predicted_by_what_it_comes_to():
-    found = expected({"preset": "balanced", "tsp_rate": 0.5, "kv_retention_rate": 0.5})
+def test_a_preset_is_predicted_by_what_it_comes_to(monkeypatch):
+    values = {"depth_cutoff": 0.75, "tsp_rate": 0.5, "kv_retention_rate": 0.5}
+    monkeypatch.setitem(presets.PRESETS, "balanced", values)
+    found = expected({"preset": "balanced"})
     want = of_plan(fastkv=FastKV(8, 0.5, 0.5), speed=Speed(12))
     assert (found["ttft"], found["tpot"], found["kv"]) == (want.ttft, want.tpot, want.kv)
 
 
 def test_a_preset_may_need_a_draft():
     assert with_body("x", {"preset": "turbo"}).drafted
-    assert not with_body("x", {"preset": "balanced"}).drafted
+    assert not with_body("x", {"preset": "exact"}).drafted
     assert not with_body("x", {"preset": "turbo", "prefill_keep_rate": 1.0, "speculative": False}).drafted

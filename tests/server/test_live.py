@@ -155,9 +155,9 @@ def test_refreshing_can_be_paused():
 
 
 def test_the_default_policy_and_what_it_leaves_out():
-    face = Face(asked={"preset": "balanced"})
+    face = Face(asked={"preset": "turbo"})
     face.learn(Limits(4, 1, {"SPEED": "sliding windows"}, 2))
-    assert "default policy balanced without depth_cutoff" in text_of(page_of(face))
+    assert "default policy turbo without depth_cutoff" in text_of(page_of(face))
 
 
 def test_a_busy_engine_does_not_hold_the_page_up(monkeypatch):
