@@ -18,6 +18,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # PyTorch's own index has CPU builds of torch and torchvision. Where it cannot be reached, pip gives up on it at
 # once and takes what its configured places have.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Half of all bytes, installed beside the rest.
+LARGE := ^(torch|torchvision|triton)==
 
 .PHONY: help setup serve watch test lint format bench fidelity bench-vllm-env image-steps lock clean
 
@@ -28,9 +30,9 @@ setup: $(STAMP)  ## create .venv from requirements/cpu.lock (nothing to do when 
 
 $(STAMP): requirements/cpu.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-deps --no-compile --retries 0 --extra-index-url $(TORCH_INDEX) \
-	  $$(grep -E '^torch(vision)?==' requirements/cpu.lock)
-	$(BIN)/pip install -q --no-deps --no-compile -r requirements/cpu.lock
+	grep -E '$(LARGE)' requirements/cpu.lock \
+	  | $(BIN)/pip install -q --no-deps --no-compile --retries 0 --extra-index-url $(TORCH_INDEX) -r /dev/stdin & large=$$!; \
+	grep -vE '$(LARGE)' requirements/cpu.lock | $(BIN)/pip install -q --no-deps --no-compile -r /dev/stdin && wait $$large
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -3,6 +3,7 @@
 Pure ASGI: it sees every body message as it passes, so a stream is never gathered.
 """
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -184,10 +185,17 @@ def refuse_internal(content: dict[str, Any]) -> None:
 def refuse_count(content: dict[str, Any]) -> None:
     """Refuse to make no generation at all, or more than one prompt may have."""
     sampling = content.get("sampling_params")
-    for name, holder in (("n", content), ("best_of", content), ("sampling_params.n", sampling)):
-        count = holder.get(name.rpartition(".")[2]) if isinstance(holder, dict) else None
-        if isinstance(count, int) and not 1 <= count <= MAX_GENERATIONS:
-            raise RequestError(400, f"{name} must be in [1, {MAX_GENERATIONS}], got {count}", name)
+    found = [(name, content.get(name)) for name in ("n", "best_of") if isinstance(content.get(name), int)]
+    # SGLang's native route compares this one before anything has looked at its type.
+    found += [
+        ("sampling_params.n", item.get("n"))
+        for item in (sampling if isinstance(sampling, list) else [sampling])
+        if isinstance(item, dict)
+    ]
+    for name, count in found:
+        if count is not None and not (type(count) is int and 1 <= count <= MAX_GENERATIONS):
+            message = f"{name} must be an integer in [1, {MAX_GENERATIONS}], got {json.dumps(count)[:80]}"
+            raise RequestError(400, message, name)
 
 
 def with_length(scope: Scope, length: int) -> Scope:

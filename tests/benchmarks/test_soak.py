@@ -151,13 +151,13 @@ def test_illegal_numbers_are_named(arguments, message, capsys):
 
 
 def test_a_small_soak_of_the_demo_pair(tmp_path, monkeypatch, capsys):
-    """Every eighth case is a probe at least: 60 cases hold each policy several times."""
+    """Every eighth case is a probe at least: 40 cases hold each policy several times."""
     monkeypatch.setattr(soak, "CONTEXTS", (150,))
     out = tmp_path / "soak.json"
-    flags = ["--requests", "60", "--in-flight", "6", "--memory-mib", "400", "--cache", str(tmp_path)]
+    flags = ["--requests", "40", "--in-flight", "6", "--memory-mib", "400", "--cache", str(tmp_path)]
     assert soak.main([*flags, "--out", str(out)]) == 0, capsys.readouterr().err
     result = json.loads(out.read_text())
-    assert sum(result["outcomes"].values()) == result["requests"] == 60
+    assert sum(result["outcomes"].values()) == result["requests"] == 40
     assert {"finished", "aborted", "refused"} == set(result["outcomes"])
     assert result["dense_answers_compared"] > 0
     assert all(

@@ -169,11 +169,10 @@ NOT_A_REQUEST = {
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_no_json_object_is_refused(faulty, route):
-    with faulty.client as client:
-        for name, body in NOT_A_REQUEST.items():
-            got = client.post(route, content=body, headers={"content-type": "application/json"})
-            assert got.status_code == 400, (name, got.status_code, got.text)
-            assert problems(route, 400, got.content) == "", name
+    for name, body in NOT_A_REQUEST.items():
+        got = faulty.client.post(route, content=body, headers={"content-type": "application/json"})
+        assert got.status_code == 400, (name, got.status_code, got.text)
+        assert problems(route, 400, got.content) == "", name
 
 
 @pytest.mark.parametrize(

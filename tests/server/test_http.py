@@ -291,7 +291,7 @@ def test_every_refusal(client, body, route, members, message):
         (b'{"bad', "the request body is not valid JSON"),
         (b"[]", "the request body must be a JSON object"),
         ({"temperature": -1, "sampling_params": {"temperature": -1}}, "temperature must be"),
-        ({"n": 0, "sampling_params": {"n": 0}}, "n must be in [1, 128], got 0"),
+        ({"n": 0, "sampling_params": {"n": 0}}, "n must be an integer in [1, 128], got 0"),
         ({"messages": 3, "prompt": {}, "input": 3, "text": 3}, "Input should be a valid list"),
     ],
     ids=["json", "list", "temperature", "n", "type"],

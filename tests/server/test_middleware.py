@@ -179,11 +179,14 @@ def test_an_internal_error_tells_nothing(path, client):
 
 
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
-@pytest.mark.parametrize("body", [{"n": 0}, {"sampling_params": {"n": -1}}, {"n": 129}, {"n": 2**63}])
+@pytest.mark.parametrize(
+    "body",
+    [{"n": 0}, {"sampling_params": {"n": -1}}, {"n": 129}, {"n": 2**63}, {"sampling_params": {"n": [3]}}],
+)
 def test_no_generation_or_too_many_are_refused(path, body, client):
     reply = client((0, b"{}")).call(path, body)
     assert reply.status == 400
-    assert "n must be in [1, 128], got " in message_of(path, reply.json)
+    assert "n must be an integer in [1, 128], got " in message_of(path, reply.json)
 
 
 @pytest.mark.parametrize(
