@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fathom.benchmarks import fidelity, fidelity_args, plot_fidelity
-from fathom.benchmarks.fidelity_grids import GRIDS, NamedGrid, Point
+from fathom.benchmarks.fidelity_grids import GRIDS, SFI_CONTEXT, NamedGrid, Point
 from fathom.benchmarks.servers import free_port
 from fathom.benchmarks.variants import with_body, with_flags
 from fathom.runtime.config import Policy
@@ -227,7 +227,7 @@ def test_policies_of_one_server_stay_together_and_the_baseline_comes_first():
 
 def test_flags_beside_a_grid_go_before_it():
     args = fidelity_args.parse(["--grid", "sfi", "--samples", "3"])
-    assert (args.samples, args.tasks, args.contexts) == (3, ["list"], [1024])
+    assert (args.samples, args.tasks, args.contexts) == (3, ["list"], [SFI_CONTEXT])
     assert fidelity_args.parse([]).contexts == [512, 1024, 2048, 4096]
 
 
