@@ -5,10 +5,6 @@ from dataclasses import dataclass
 FIRST_REST = 4
 LONGEST_REST = 64
 MISSES = 3
-POOR = 0.15
-"""Share of drafts that were any good, below which a new request begins with one token."""
-MEMORY = 0.1
-"""Weight of the latest draft in that share: about twenty misses in a row make it poor, one or two hits end that."""
 
 
 @dataclass
@@ -61,26 +57,3 @@ class Pace:
             self._next_rest = min(2 * self._next_rest, LONGEST_REST)
             # After the rest, one miss is enough for the next one.
             self._misses = MISSES - 1
-
-
-@dataclass
-class Experience:
-    """What became of the latest drafts of all requests: where the draft knows nothing of what is asked, a new
-    request tries one token before its first rest, not three times several.
-
-    Attributes:
-        share: of drafts of which something stood, the latest ones weighing most, in [0, 1].
-    """
-
-    share: float = 1.0
-
-    def record(self, proposed: int, accepted: int) -> None:
-        """What became of a draft."""
-        if proposed:
-            self.share += MEMORY * ((accepted > 0) - self.share)
-
-    def begin(self, most: int) -> Pace:
-        """The pace of a new request that may draft ``most`` tokens at a time."""
-        if self.share >= POOR:
-            return Pace(most)
-        return Pace(most, width=1, _next_rest=LONGEST_REST // 2, _misses=MISSES - 1)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-from fathom.runtime.draft.pace import Experience, Pace
+from fathom.runtime.draft.pace import Pace
 from fathom.runtime.sglang_host import requests
 from fathom.runtime.sglang_host.draft_model import Captured, DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
@@ -60,14 +60,13 @@ class DraftSide:
     model: DraftModel
     rows: torch.Tensor
     totals: Counters = field(default_factory=Counters)
-    experience: Experience = field(default_factory=Experience)
     states: weakref.WeakKeyDictionary[Req, DraftState] = field(default_factory=weakref.WeakKeyDictionary)
 
     def state(self, request: Req) -> DraftState:
         """The request's state, made at first sight."""
         if request not in self.states:
             most = requests.policy_of(request).get("draft_tokens", 0)
-            self.states[request] = DraftState(self.experience.begin(max(most, 1)))
+            self.states[request] = DraftState(Pace(max(most, 1)))
         return self.states[request]
 
     def slots(self, request: Req, end: int) -> np.ndarray:

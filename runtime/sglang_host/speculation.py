@@ -258,7 +258,6 @@ def settle(
         state = side.state(request)
         state.read = tail.begin + _read_of(proposal, accepted, side)
         state.pace.record(len(drafted), accepted)
-        side.experience.record(len(drafted), accepted)
         side.totals.proposed += len(drafted)
         side.totals.accepted += accepted
         extra[proposal.index] = accepted

@@ -66,8 +66,8 @@ def traffic(server, url: str) -> None:
         try:
             if query(url, "fathom:goodput:rate_5m > 0") and query(url, "fathom:ttft_slow:ratio_6h"):
                 return
-        except httpx.TransportError:
-            pass
+        except (httpx.TransportError, ValueError):
+            pass  # it is starting: no answer, or one that is no JSON
         time.sleep(1)
     raise AssertionError("Prometheus saw no traffic")
 

@@ -1,6 +1,6 @@
 """Drafting backs off where nothing is accepted, and returns."""
 
-from fathom.runtime.draft.pace import LONGEST_REST, POOR, Experience, Pace
+from fathom.runtime.draft.pace import LONGEST_REST, Pace
 
 
 def run(pace: Pace, stands: list[int]) -> list[int]:
@@ -38,31 +38,3 @@ def test_drafting_returns_when_it_pays_again():
 
 def test_one_miss_is_no_rest():
     assert 0 not in run(Pace(4), [0, 4, 0, 4, 0, 4])
-
-
-def drafts_of_new_requests(experience: Experience, stands: int, requests: int, steps: int = 40) -> list[int]:
-    """How many drafts each of some requests made, one after the other."""
-    found = []
-    for _ in range(requests):
-        pace, drafts = experience.begin(4), 0
-        for _ in range(steps):
-            width = pace.next()
-            pace.record(width, min(width, stands))
-            experience.record(width, min(width, stands))
-            drafts += width > 0
-        found.append(drafts)
-    return found
-
-
-def test_new_requests_learn_from_those_before():
-    experience = Experience()
-    drafts = drafts_of_new_requests(experience, 0, 20)
-    assert drafts[0] > 4 and drafts[-1] == 2  # at the first step and after 32 of rest
-    assert experience.share < POOR
-
-
-def test_a_draft_that_is_good_again_is_used_again():
-    experience = Experience()
-    drafts_of_new_requests(experience, 0, 20)
-    drafts = drafts_of_new_requests(experience, 9, 4)
-    assert drafts == [40] * 4
