@@ -174,6 +174,7 @@ def summary(name: str, seconds: list[float]) -> dict[str, float]:
     return {f"mean {name}": statistics.fmean(seconds), **quantiles}
 
 
+@pytest.mark.alone
 def test_prometheus_agrees_with_the_openai_client(server, prometheus):
     model = server.openai.models.list().data[0].id
     draw = random.Random(3)
@@ -212,6 +213,7 @@ def test_prometheus_agrees_with_the_openai_client(server, prometheus):
     )
 
 
+@pytest.mark.alone
 def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tmp_path):
     model = server.openai.models.list().data[0].id
     first_of_its_route(
