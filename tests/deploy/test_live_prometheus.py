@@ -205,7 +205,7 @@ def test_prometheus_agrees_with_the_openai_client(server, prometheus):
     first_of_its_route(server, prometheus, CHAT, hello)
     client = server.openai
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        lengths = [draw.randrange(500, 1500) for _ in range(REQUESTS)]
+        lengths = [draw.randrange(1500, 3500) for _ in range(REQUESTS)]
         measured = list(pool.map(lambda words: ask(client, words), lengths))
     ttft, tpot = (list(column) for column in zip(*measured, strict=True))
     assert_agreement(
