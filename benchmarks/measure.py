@@ -80,7 +80,7 @@ class Bench:
 
     async def _forget(self, name: str) -> None:
         """Empty the prefix cache of a server that several variants use: each turn finds the same pool."""
-        answer = await self.clients[name].post("/flush_cache")
+        answer = await self.clients[name].post("/flush_cache", params={"timeout": 30})
         if answer.status_code != 200:
             raise BenchError(f"{name}: the prefix cache was not emptied: {answer.text[:200]}")
 

@@ -251,7 +251,7 @@ def make_plan(
     entering, draft = prompt, None
     if specprefill and prompt >= specprefill.min_prompt_tokens and specprefill.kept(prompt) < prompt:
         entering, draft = specprefill.kept(prompt), specprefill.draft
-    anchored = speed.anchors if speed and fastkv and speed.cutoff > fastkv.layer else 0
+    anchored = speed.anchors if speed and fastkv and fastkv.layer < speed.cutoff < layers else 0
     above_t = fastkv.size(fastkv.tsp_rate, entering, anchored) if fastkv else entering
     above_k = min(entering, speed.anchors + 1) if speed else entering
     stay = fastkv.size(fastkv.retention_rate, entering) if fastkv else entering

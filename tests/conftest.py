@@ -116,6 +116,11 @@ class Server:
         """What the scheduler process says of itself."""
         return self.client.get("/fathom/info").json()["engine"][0]
 
+    def flush(self) -> None:
+        """Empty the prefix cache; a request's last step may end after its answer has arrived, so it may wait."""
+        answer = self.client.post("/flush_cache", params={"timeout": 30})
+        assert answer.status_code == 200, answer.text
+
     def stop(self) -> int:
         """Stop by SIGTERM as a container runtime does; the exit code."""
         self.process.send_signal(signal.SIGTERM)

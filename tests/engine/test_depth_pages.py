@@ -66,7 +66,7 @@ def test_shallow_requests_fit_in_larger_numbers(roomy_server, policy, fit):
 
     At half of the layers floor(M / 0.5) = 8 would need room for no generated token at all: 7 fit.
     """
-    roomy_server.client.post("/flush_cache")
+    roomy_server.flush()
     answers, most = most_at_once(roomy_server, random_prompts(fit + 1, LONG, seed=fit), policy)
     assert most == fit
     for answer in answers:
@@ -144,6 +144,6 @@ def test_a_storm_of_mixed_depths_leaves_nothing_behind(pressed_server):
     assert outcomes.count("dropped") >= 10
     found = idle(pressed_server)
     assert found["cached"] > 0
-    assert pressed_server.client.post("/flush_cache").status_code == 200
+    pressed_server.flush()
     assert idle(pressed_server)["free"] == found["total"]
     assert pressed_server.process.poll() is None

@@ -166,9 +166,9 @@ def check_rates_of_one(server):
     compressed = ask(server, prompt, {"tsp_rate": 0.2, "kv_retention_rate": 0.1})
     dense = ask(server, prompt, None)
     assert dense["meta_info"]["cached_tokens"] == 0
-    server.client.post("/flush_cache")
+    server.flush()
     cold = ask(server, prompt, None)
-    server.client.post("/flush_cache")
+    server.flush()
     neutral = ask(server, prompt, {"tsp_rate": 1.0, "kv_retention_rate": 1.0, "retention_policy": "random"})
     for answer in (dense, neutral):
         assert answer["output_ids"] == cold["output_ids"]

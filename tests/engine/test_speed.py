@@ -138,11 +138,11 @@ def test_retractions(retracting_server, oracle):
 def test_full_depth_is_dense_to_the_last_bit(roomy_server, new_tokens):
     """Asked for in words or as the number of layers, alone and beside requests that are narrowed."""
     prompt = prompts(3)[-1]
-    roomy_server.client.post("/flush_cache")
+    roomy_server.flush()
 
     def tokens_and_logprobs(policy):
         meta = ask(roomy_server, prompt, policy, new_tokens)["meta_info"]
-        roomy_server.client.post("/flush_cache")
+        roomy_server.flush()
         return meta["output_top_logprobs"]
 
     dense = tokens_and_logprobs(None)

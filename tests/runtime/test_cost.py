@@ -191,11 +191,18 @@ def test_mechanisms_combine_into_one_staircase(data, layers, tokens, generated):
         lambda p: cost.decode_bytes(shape, p, generated + 1).total,
     ):
         assert 0 < measure(plan) <= measure(dense)
-    # Each mechanism can only take away from what the others leave.
+    # Each mechanism can only take away from what the others leave; FastKV must spare SPEED's anchors.
     for name in used:
         fewer = make_plan(layers, tokens, **{**used, name: None})
-        assert cost.kv_bytes(shape, plan, generated) <= cost.kv_bytes(shape, fewer, generated)
-        assert cost.prefill_flops(shape, plan) <= cost.prefill_flops(shape, fewer)
+        spared = used["speed"].anchors if name == "speed" and used["speed"] and used["fastkv"] else 0
+        for layer in range(layers):
+            assert plan.computed[layer] <= fewer.computed[layer] + spared
+            assert plan.retained[layer] <= fewer.retained[layer] + spared
+        if not spared:
+            assert cost.kv_bytes(shape, plan, generated) <= cost.kv_bytes(shape, fewer, generated)
+            assert cost.prefill_flops(shape, plan) <= cost.prefill_flops(shape, fewer)
+    if used["speed"] and used["speed"].cutoff == layers:
+        assert plan == make_plan(layers, tokens, **{**used, "speed": None})
 
 
 @given(data=st.data(), tokens=st.integers(1, 3000), more=st.integers(1, 500))
@@ -218,7 +225,10 @@ def test_costs_grow_with_prompt_cutoff_and_rates(data, tokens, more):
     if used["specprefill"] is None:  # at its threshold a longer prompt starts to be cut, and may cost less
         assert_grows(costs(tokens), costs(tokens + more))
     for cutoff in range(1, 8):
-        assert_grows(costs(tokens, speed=Speed(cutoff)), costs(tokens, speed=Speed(cutoff + 1)))
+        # The full depth has no anchors that FastKV must spare.
+        anchors = int(cutoff < 7 or used["fastkv"] is None)
+        less, deeper = Speed(cutoff, anchors), Speed(cutoff + 1, anchors)
+        assert_grows(costs(tokens, speed=less), costs(tokens, speed=deeper))
     for low, high in ((0.1, 0.2), (0.2, 1.0)):
         assert_grows(costs(tokens, fastkv=FastKV(4, low, low)), costs(tokens, fastkv=FastKV(4, high, high)))
         assert_grows(
