@@ -1,9 +1,7 @@
 """Servers and drafts that several tests of this folder share: a server takes about 20 s to start."""
 
-import shutil
-from pathlib import Path
-
 import pytest
+from noisy import noisy_copy
 
 PAGE = 16
 FLAGS = ("--dtype", "float32")
@@ -39,21 +37,6 @@ def retracting_server(share_server, tiny_model):
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
     flags = ("--chunked-prefill-size", "256", "--max-total-tokens", "40000")
     return share_server(tiny_model, *FLAGS, *flags, env=env)
-
-
-def noisy_copy(model: Path, folder: Path, noise: float) -> Path:
-    """The model with noise on its weights: a draft that is right often, but not always."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    shutil.copytree(model, folder, dirs_exist_ok=True)
-    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weights in copy.parameters():
-            weights += noise * torch.randn_like(weights)
-    copy.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

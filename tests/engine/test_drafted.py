@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from noisy import draft_flags
 from oracles import drafted, narrowed_model
 
 TOLERANCE = 1e-4
@@ -45,7 +46,7 @@ def servers(start_server, tiny_model, noisy_draft):
     def get(name):
         if name not in started:
             env = RETRACT if name == "retracting" else None
-            flags = ("--draft-model-path", str(noisy_draft), *FLAGS, *SERVERS[name])
+            flags = (*draft_flags(noisy_draft), *FLAGS, *SERVERS[name])
             started[name] = start_server(tiny_model, *flags, env=env)
         return started[name]
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from noisy import draft_flags
 from oracles.compressed_model import CompressedModel
 from oracles.drafted import Draft
 
@@ -203,7 +204,7 @@ def check_metrics(server):
 def test_chunks_pages_a_draft_and_aborts(start_server, tiny_model, draft_model, oracle):
     """Chunks of 64, pages of 16; prefill and decode rows in one batch; a buffer for prompts of up to 800 tokens."""
     flags = ("--chunked-prefill-size", "64", "--page-size", str(PAGE), "--enable-mixed-chunk")
-    more = ("--propagation-buffer", "800", "--draft-model-path", str(draft_model))
+    more = ("--propagation-buffer", "800", *draft_flags(draft_model))
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
     server = start_server(tiny_model, *FLAGS, *flags, *more, env=env)
     check_matrix(server, oracle, PAGE)

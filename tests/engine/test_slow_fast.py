@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted
 from oracles import sfi as oracle
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -56,26 +57,22 @@ def model(tiny_model, triggers):
 
 
 @pytest.fixture(scope="module")
-def draft(tiny_model, model, tmp_path_factory):
-    """A folder with the model and noise on its weights."""
-    folder = tmp_path_factory.mktemp("noisy")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model.save_pretrained(folder)
-    copy = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weights in copy.parameters():
-            weights += 0.001 * torch.randn_like(weights)
-    copy.save_pretrained(folder)
-    return folder
+def folder(tiny_model, model, tmp_path_factory):
+    """The folder of the model."""
+    found = tmp_path_factory.mktemp("triggering")
+    shutil.copytree(tiny_model, found, dirs_exist_ok=True)
+    model.save_pretrained(found)
+    return found
 
 
 @pytest.fixture(scope="module")
-def alternating_server(start_server, tiny_model, model, draft, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("triggering")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model.save_pretrained(folder)
-    return start_server(folder, *FLAGS, "--draft-model-path", str(draft))
+def draft(folder, tmp_path_factory):
+    return noisy_copy(folder, tmp_path_factory.mktemp("noisy"), 0.001)
+
+
+@pytest.fixture(scope="module")
+def alternating_server(start_server, folder, draft):
+    return start_server(folder, *FLAGS, *draft_flags(draft))
 
 
 @pytest.fixture(scope="module")
@@ -187,22 +184,26 @@ def test_drafting_changes_no_token(alternating_server, expected):
 
 COMBINATIONS = [SPEC, FASTKV, SPEC | FASTKV, SPEC | {"depth_cutoff": 3}, FASTKV | {"depth_cutoff": 3}]
 COMBINATIONS += [SPEC | FASTKV | {"depth_cutoff": 3, "anchors": "none"}, {"kv_retention_rate": 0.2}]
+# The target sees nearly what the draft sees, and says what it says.
+COMBINATIONS += [{"depth_cutoff": 3, "sfi_window": 400}, {"kv_retention_rate": 0.9, "sfi_window": 400}]
 
 
 @pytest.mark.parametrize("drafting", [{}, DRAFT], ids=["plain", "drafted"])
 def test_over_what_prefill_has_left(alternating_server, expected, drafting):
     """Per-head entries, kept tokens and short upper tables are what is ranked, and what a fast step reads."""
-    asked = prompts([200, 330, 130, 240, 150, 270, 180], seed=12)
+    asked = prompts([200, 330, 130, 240, 150, 270, 180, 120, 140], seed=12)
     cases = [
         (prompt, policy | SLOW_FAST | drafting, 40)
         for prompt, policy in zip(asked, COMBINATIONS, strict=True)
     ]
-    answers, drafted = together(alternating_server, cases), 0
+    answers, accepted = together(alternating_server, cases), []
     for (prompt, policy, _), answer in zip(cases, answers, strict=True):
         report = check(expected, prompt, policy, answer)
         assert report["fast_steps"] + report["accepted_tokens"] > 10 and report["slow_steps"] > 2
-        drafted += report["draft_tokens"]
-    assert (drafted > 10) == bool(drafting)
+        accepted.append(report["accepted_tokens"])
+        assert (report["draft_tokens"] > 0) == bool(drafting)
+    print(accepted)
+    assert (min(accepted[-2:]) > 0) == bool(drafting), accepted
     settle(alternating_server)
 
 
