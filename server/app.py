@@ -112,6 +112,7 @@ def launch(
                 tsp_layer=face.limits.tsp_layer or None,
                 propagation_buffer=face.propagation_buffer or 0,
                 sfi=face.sfi,
+                draft_cost=face.draft_cost,
             ),
             run_detokenizer_process_func=children.run_detokenizer_process,
             launch_callback=ready,

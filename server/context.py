@@ -27,6 +27,7 @@ class Face:
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         sfi: how requests decode slow and fast.
+        draft_cost: time of a draft step as a share of the model's; None to estimate it.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
     """
@@ -39,6 +40,7 @@ class Face:
     profile: Path | None = None
     propagation_buffer: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
+    draft_cost: float | None = None
     history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
 

@@ -82,6 +82,13 @@ def parser() -> Parser:
     model.add_argument("--model-path", "--model", metavar="MODEL", help="folder, or name on Hugging Face")
     model.add_argument("--demo", action="store_true", help="serve the small model that comes with Fathom")
     model.add_argument("--draft-model-path", metavar="MODEL", help="draft model, with the same vocabulary")
+    model.add_argument(
+        "--draft-cost",
+        type=float,
+        metavar="SHARE",
+        help="time of a decode step of the draft as a share of the model's: where too little is accepted to make "
+        "up for it, drafting rests (default: estimated from layers and weights)",
+    )
     network = result.add_argument_group("network")
     network.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
     network.add_argument("--port", type=int, help=f"port (default: {DEFAULT_PORT})")
@@ -164,6 +171,8 @@ def plan(argv: list[str]) -> Plan:
     checks.refuse_bypass(engine)
     if own.propagation_buffer is not None and own.propagation_buffer < 0:
         raise StartError(f"--propagation-buffer must be at least 0, got {own.propagation_buffer}")
+    if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
+        raise StartError(f"--draft-cost must be in [0, 1], got {own.draft_cost:g}")
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
     if own.max_in_flight < 1:
@@ -204,6 +213,7 @@ def plan(argv: list[str]) -> Plan:
             profile=own.profile,
             propagation_buffer=own.propagation_buffer,
             sfi=sfi,
+            draft_cost=own.draft_cost,
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",

@@ -1,59 +1,75 @@
-"""How many tokens to draft next for one request, from what the target accepted so far."""
+"""How many tokens to draft next for one request, from what the target made of the draft so far."""
 
 from dataclasses import dataclass
 
-FIRST_REST = 4
-LONGEST_REST = 64
-MISSES = 3
+EXPECTED = 0.8
+"""The acceptance that a request begins with; one token's worth of evidence."""
+MEMORY = 0.9
+"""What earlier evidence still counts for after one more token."""
+FIRST_REST = 8
+LONGEST_REST = 32
+
+
+def speedup(acceptance: float, width: int, cost: float) -> float:
+    """Tokens in a target step's time when ``width`` tokens are drafted per step.
+
+    Source: Leviathan et al., 2023, "Fast inference from transformers via speculative decoding", Theorem 3.8.
+
+    Args:
+        acceptance: probability in [0, 1] that a drafted token stands, given that those before it do.
+        cost: time of a draft step as a share of a target step's.
+    """
+    return sum(acceptance**i for i in range(width + 1)) / (1 + width * cost)
 
 
 @dataclass
 class Pace:
-    """Width goes up by one after a draft that stood whole and down to what stood otherwise; drafts that all miss
-    in a row lead to a rest, each rest twice as long as the last, after which one token is tried.
+    """The width with the greatest expected speed-up; where that is none, the request rests.
+
+    While it rests the draft reads nothing until :attr:`patience` tokens have piled up. It then reads them in one
+    pass, which shows how many of them it would have foreseen; each look that changes nothing doubles the rest.
 
     Attributes:
         most: tokens to draft at most.
-        width: tokens to draft next.
-        rest: steps still to be taken without drafting.
-        proposed, accepted: totals, tokens.
+        cost: time of a draft step as a share of a target step's.
+        stood, tried: evidence, in tokens; the older, the less it counts.
     """
 
     most: int
-    width: int = 0
-    rest: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    _next_rest: int = FIRST_REST
-    _misses: int = 0
+    cost: float
+    stood: float = EXPECTED
+    tried: float = 1.0
+    _rest: int = 0
 
-    def __post_init__(self) -> None:
-        self.width = self.width or self.most
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a drafted token stands."""
+        return min(self.stood / self.tried, 1.0)
 
-    def next(self) -> int:
-        """Tokens to draft in this step; a step of rest passes with the call."""
-        if self.rest:
-            self.rest -= 1
+    @property
+    def patience(self) -> int | None:
+        """Tokens to wait for until the draft looks again; None while it drafts."""
+        return self._rest or None
+
+    def width(self) -> int:
+        """Tokens to draft in the next step."""
+        if self._rest:
             return 0
-        return self.width
+        # Where a wider draft gains nothing, the narrower one.
+        return max(
+            range(self.most + 1), key=lambda width: (speedup(self.acceptance, width, self.cost), -width)
+        )
 
     def record(self, proposed: int, accepted: int) -> None:
-        """What became of a draft."""
+        """What became of a draft: the tokens that stood, and the first that did not."""
         assert 0 <= accepted <= proposed
-        self.proposed += proposed
-        self.accepted += accepted
-        if proposed == 0:
-            return
-        if accepted == proposed:
-            self.width = min(self.width + 1, self.most)
-        else:
-            self.width = max(accepted + 1, 1) if accepted + 1 < self.width else self.width
-        if accepted:
-            self._misses, self._next_rest = 0, FIRST_REST
-            return
-        self._misses += 1
-        if self._misses >= MISSES:
-            self.rest, self.width = self._next_rest, 1
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-            # After the rest, one miss is enough for the next one.
-            self._misses = MISSES - 1
+        if proposed:
+            self.learn(accepted, min(accepted + 1, proposed))
+
+    def learn(self, stood: float, tried: float) -> None:
+        """Add evidence from ``tried`` tokens, of which ``stood`` were, or would have been, accepted."""
+        kept = MEMORY**tried
+        self.stood, self.tried = kept * self.stood + stood, kept * self.tried + tried
+        rest, self._rest = self._rest, 0
+        if self.width() == 0:
+            self._rest = min(2 * rest, LONGEST_REST) if rest else FIRST_REST

@@ -138,22 +138,36 @@ class DraftModel:
     """What the rest of the engine asks of the draft."""
 
     def __init__(self, worker: DraftWorker) -> None:
-        self.runner = worker.model_runner
+        self.runner, self.target_runner = worker.model_runner, worker.target.model_runner
         self.pool = self.runner.token_to_kv_pool
         self.backend: DraftAttentionBackend = self.runner.attn_backend
         self.vocabulary = worker.target.model_config.vocab_size
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
 
-    def read(self, reads: Sequence[Read], capture: Captured | None = None) -> torch.Tensor:
-        """Compute the new tokens of each request; logits [requests, vocabulary] of its last one.
+    def step_cost(self) -> float:
+        """A decode step's time as a share of the target's, by the layers and the weights that each goes through."""
+        target = self.target_runner
+        layers = [runner.model_config.num_hidden_layers for runner in (self.runner, target)]
+        weights = [sum(p.nbytes for p in runner.model.parameters()) for runner in (self.runner, target)]
+        return min(max(layers[0] / layers[1], weights[0] / weights[1]), 1.0)
 
-        With ``capture``, the queries of each request's last token are added to it.
+    def read(
+        self, reads: Sequence[Read], capture: Captured | None = None, every: bool = False
+    ) -> torch.Tensor:
+        """Compute the new tokens of each request.
+
+        Args:
+            capture: where to put the queries of each request's last token.
+            every: give the logits of all new tokens, request after request.
+
+        Returns:
+            logits [requests, vocabulary] of each request's last token, or [new tokens, vocabulary].
         """
         counts = [len(read.tokens) for read in reads]
         tokens = [token for read in reads for token in read.tokens]
         places = [np.arange(len(read.slots) - len(read.tokens), len(read.slots)) for read in reads]
         self.backend.view = passes.segments([read.slots for read in reads], counts)
-        wanted = np.cumsum(counts) - 1
+        wanted = np.arange(len(tokens)) if every else np.cumsum(counts) - 1
         batch = passes.prepare(self.runner, tokens, np.concatenate(places), wanted, len(tokens) == len(reads))
         if capture is not None:
             capture.rows = torch.from_numpy(wanted)

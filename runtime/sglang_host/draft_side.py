@@ -9,15 +9,38 @@ import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-from fathom.runtime.draft.pace import Pace
+from fathom.runtime.draft.pace import LONGEST_REST, Pace
 from fathom.runtime.sglang_host import requests
 from fathom.runtime.sglang_host.draft_model import Captured, DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
+from fathom.runtime.sglang_host.rows import drafts, is_greedy
 from fathom.runtime.specprefill.select import Selection, select_prompt
 from fathom.runtime.specprefill.step import RANDOM, random_scores
 
-CATCH_UP = 32
+CATCH_UP = LONGEST_REST
 """Generated tokens that may wait until the draft reads them, where it does not draft."""
+
+
+@dataclass
+class Options:
+    """What the operator set for drafting; once per process.
+
+    Attributes:
+        cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
+    """
+
+    cost: float | None = None
+
+
+OPTIONS = Options()
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The token that the draft expects next, and the probability that it gives it."""
+
+    token: int
+    sure: float
 
 
 @dataclass
@@ -29,12 +52,14 @@ class DraftState:
         read: tokens, from the first one on, whose KV the draft holds.
         selection: which prompt tokens enter the target, once decided; it outlives a retraction.
         ahead: what the draft would say after the prompt, while that can still be of use.
+        guess: of the token after those that have been read, until that one is known.
     """
 
     pace: Pace
     read: int = 0
     selection: Selection | None = None
     ahead: Prompt | None = None
+    guess: Guess | None = None
 
 
 @dataclass
@@ -62,11 +87,14 @@ class DraftSide:
     totals: Counters = field(default_factory=Counters)
     states: weakref.WeakKeyDictionary[Req, DraftState] = field(default_factory=weakref.WeakKeyDictionary)
 
+    def __post_init__(self) -> None:
+        self.cost = self.model.step_cost() if OPTIONS.cost is None else OPTIONS.cost
+
     def state(self, request: Req) -> DraftState:
         """The request's state, made at first sight."""
         if request not in self.states:
             most = requests.policy_of(request).get("draft_tokens", 0)
-            self.states[request] = DraftState(Pace(max(most, 1)))
+            self.states[request] = DraftState(Pace(max(most, 1), self.cost))
         return self.states[request]
 
     def slots(self, request: Req, end: int) -> np.ndarray:
@@ -75,8 +103,12 @@ class DraftSide:
 
     def readable(self, request: Req, end: int) -> Read:
         """What the draft has not read of a request's first ``end`` tokens."""
-        tokens = [*request.origin_input_ids, *request.output_ids][self.state(request).read : end]
+        tokens = self._unread(request)[: end - self.state(request).read]
         return Read(self.slots(request, end), tokens)
+
+    def _unread(self, request: Req) -> list[int]:
+        prompt, read = len(request.origin_input_ids), self.state(request).read
+        return [*request.origin_input_ids[read:], *request.output_ids[max(read - prompt, 0) :]]
 
     def read_prefill(self, batch: ScheduleBatch) -> None:
         """Read the new prompt tokens of a prefill batch, and judge the prompts that end in it."""
@@ -91,6 +123,10 @@ class DraftSide:
             return
         captured = Captured(torch.empty(0))
         logits = self.read(reading, captured)
+        for row, (request, end) in zip(logits, reading, strict=True):
+            known = len(request.origin_input_ids) + len(request.output_ids)
+            whole = end == known and drafts(request)
+            self.state(request).guess = _guesses(request, row.view(1, -1))[0] if whole else None
         judged = [
             place
             for place, (request, end) in enumerate(reading)
@@ -109,17 +145,40 @@ class DraftSide:
             self.totals.read += len(read.tokens)
         return logits
 
+    def width(self, request: Req) -> int:
+        """Tokens to draft in the next step, which the guess of the token that it brings decides too."""
+        state = self.state(request)
+        if state.guess is not None and state.pace.patience is None:
+            _learn(state.pace, [state.guess], self._unread(request)[:1])
+            state.guess = None
+        return state.pace.width()
+
     def catch_up(self, batch: ScheduleBatch) -> None:
-        """Read generated tokens that have piled up, so that the prefix cache may keep them."""
-        reading = [
-            (request, length)
-            for request, length in zip(
-                batch.reqs, batch.seq_lens_cpu.tolist(), strict=False
-            )  # beams have more rows
-            if requests.uses_draft(request) and length - self.state(request).read >= CATCH_UP
-        ]
+        """Read generated tokens that have piled up: so that the prefix cache may keep them, and to see whether the
+        draft would have foreseen them."""
+        reading = []
+        # Beams have more rows.
+        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=False):
+            if requests.uses_draft(request):
+                state = self.state(request)
+                patience = state.pace.patience if drafts(request) else None
+                if length - state.read >= (patience or CATCH_UP):
+                    reading.append((request, length))
         if reading:
-            self.read(reading)
+            self._read_and_compare(reading)
+
+    def _read_and_compare(self, reading: Sequence[tuple[Req, int]]) -> None:
+        reads = [self.readable(request, end) for request, end in reading]
+        logits = self.model.read(reads, every=True)
+        rows = logits.split([len(read.tokens) for read in reads])
+        for (request, end), read, own in zip(reading, reads, rows, strict=True):
+            state = self.state(request)
+            if drafts(request):
+                first = [] if state.guess is None else [state.guess]
+                *guesses, state.guess = first + _guesses(request, own)
+                _learn(state.pace, guesses, read.tokens[1 - len(first) :])
+            state.read = end
+            self.totals.read += len(read.tokens)
 
     def _judge(
         self, chosen: Sequence[Req], logits: torch.Tensor, captured: Captured, places: list[int]
@@ -173,4 +232,22 @@ class DraftSide:
             "slots": self.model.scratch - self.model.pool.page_size,
             "kv_bytes": int(keys + values),
             "requests": len(self.states),
+            "step_cost": self.cost,
         } | vars(self.totals)
+
+
+def _guesses(request: Req, logits: torch.Tensor) -> list[Guess]:
+    """What the draft expects after each row of logits [rows, vocabulary], at the request's temperature."""
+    if is_greedy(request):
+        return [Guess(token, 1.0) for token in logits.argmax(-1).tolist()]
+    most = torch.softmax(logits / request.sampling_params.temperature, -1).max(-1)
+    return list(map(Guess, most.indices.tolist(), most.values.tolist()))
+
+
+def _learn(pace: Pace, guesses: Sequence[Guess], tokens: Sequence[int]) -> None:
+    """Evidence from tokens that were not drafted.
+
+    A draft as good as the target foresees as many tokens as it is sure of: of tokens drawn at random, few.
+    """
+    stood = sum(guess.token == token for guess, token in zip(guesses, tokens, strict=True))
+    pace.learn(stood, sum(guess.sure for guess in guesses))

@@ -20,6 +20,7 @@ def install(
     tsp_layer: int | None = None,
     propagation_buffer: int = 0,
     sfi: SfiOptions | None = None,
+    draft_cost: float | None = None,
 ) -> None:
     """Put our scheduler and, on a machine without a GPU, our attention backend and memory in SGLang's places.
 
@@ -28,6 +29,7 @@ def install(
         tsp_layer: layers below FastKV's selection, or None where there is none.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
         sfi: how requests decode slow and fast, or None for the defaults.
+        draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
     """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -44,7 +46,7 @@ def install(
     if on_cpu:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import cpu_ops, kv_tree, slow_fast
+        from fathom.runtime.sglang_host import cpu_ops, draft_side, kv_tree, slow_fast
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
@@ -54,6 +56,7 @@ def install(
         LAYOUT.span, LAYOUT.used = depth_span, True
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
         slow_fast.SETTINGS.options = sfi or SfiOptions()
+        draft_side.OPTIONS.cost = draft_cost
         registry.default_radix_cache_factory = kv_tree.factory
         cpu_ops.register()
 
@@ -83,20 +86,21 @@ def run_scheduler_process(
     tsp_layer: int | None = None,
     propagation_buffer: int = 0,
     sfi: SfiOptions | None = None,
+    draft_cost: float | None = None,
     **kwargs: Any,
 ) -> None:
     """SGLang's scheduler process, running Fathom's scheduler.
 
     Args:
-        depth_span, tsp_layer, propagation_buffer, sfi: as :func:`install`. All others as SGLang's function of this
-            name.
+        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost: as :func:`install`. All others as SGLang's
+            function of this name.
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install(depth_span, tsp_layer, propagation_buffer, sfi)
+    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost)
     run(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ import torch
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
+from fathom.runtime.sglang_host.requests import policy_of
 from fathom.runtime.verify import match, reject, target_probs
 
 
@@ -25,8 +26,8 @@ class Run:
     chosen: list[tuple[list[float], list[int]]] = field(default_factory=list)
 
 
-def may_draft(request: Req) -> bool:
-    """Whether tokens drafted for this request can be verified in one pass.
+def drafts(request: Req) -> bool:
+    """Whether the request wants drafted tokens, and they can be verified in one pass.
 
     Penalties and a minimal length make a row's distribution depend on what was drafted before it in ways that
     SGLang's sampler keeps account of for one token per step; such requests run one token at a time.
@@ -35,7 +36,8 @@ def may_draft(request: Req) -> bool:
     plain = p.frequency_penalty == 0 and p.presence_penalty == 0 and p.repetition_penalty == 1
     whole = not request.return_hidden_states and not request.return_sampling_mask
     return (
-        plain
+        bool(policy_of(request).get("speculative", False))
+        and plain
         and whole
         and p.min_new_tokens == 0
         and request.custom_logit_processor is None

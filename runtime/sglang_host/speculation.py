@@ -19,8 +19,8 @@ from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
-from fathom.runtime.sglang_host.requests import alternates, ends_of, policy_of
-from fathom.runtime.sglang_host.rows import RowSampler, Run, grammar_mask, may_draft
+from fathom.runtime.sglang_host.requests import alternates, ends_of
+from fathom.runtime.sglang_host.rows import RowSampler, Run, drafts, grammar_mask
 from fathom.runtime.sglang_host.tails import Tail, Tails
 
 if TYPE_CHECKING:
@@ -68,12 +68,10 @@ def propose(
     """
     proposals = []
     for index, request in enumerate(batch.reqs):
-        if not policy_of(request).get("speculative", False) or not may_draft(request):
+        if not drafts(request):
             continue
-        wanted, stretch = (
-            room_for_output(side.state(request).pace.next(), request),
-            stretches.get(request),
-        )
+        wanted = room_for_output(side.width(request), request)
+        stretch = stretches.get(request)
         if stretch is not None:
             wanted = max(min(wanted, stretch.left - 1), 0)
         tail = tails.take(request, wanted) if wanted else None
@@ -102,7 +100,7 @@ def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[P
     for index, request in enumerate(batch.reqs):
         ahead, side_state = side.state(request).ahead, side.state(request)
         side_state.ahead = None
-        if ahead is None or not policy_of(request).get("speculative", False) or not may_draft(request):
+        if ahead is None or not drafts(request):
             continue
         if alternates(request):
             continue
@@ -256,7 +254,7 @@ def settle(
         accepted = len(tokens) - 1
         tails.settle(tail, accepted)
         state = side.state(request)
-        state.read = tail.begin + _read_of(proposal, accepted, side)
+        state.read, state.guess = tail.begin + _read_of(proposal, accepted, side), None
         state.pace.record(len(drafted), accepted)
         side.totals.proposed += len(drafted)
         side.totals.accepted += accepted

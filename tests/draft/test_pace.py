@@ -1,40 +1,104 @@
-"""Drafting backs off where nothing is accepted, and returns."""
+"""Drafting as wide as it pays, and not where it does not."""
 
-from fathom.runtime.draft.pace import LONGEST_REST, Pace
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fathom.runtime.draft.pace import LONGEST_REST, Pace, speedup
 
 
-def run(pace: Pace, stands: list[int]) -> list[int]:
-    """Widths of the steps, when the target accepts up to ``stands[i]`` of step i's tokens."""
-    widths = []
-    for right in stands:
-        width = pace.next()
-        pace.record(width, min(width, right))
+def play(pace: Pace, foreseen, steps: int) -> tuple[list[int], float, int]:
+    """Decode ``steps`` target steps as the engine does.
+
+    Args:
+        foreseen: whether the draft would say what the target says, token after token.
+
+    Returns:
+        The widths, the time in target steps, and the tokens put out.
+    """
+    stream, widths, time, tokens, waiting = iter(foreseen), [], 0.0, 0, []
+    for _ in range(steps):
+        width = pace.width()
         widths.append(width)
-    return widths
+        if width:
+            accepted = len(list(itertools.takewhile(bool, itertools.islice(stream, width))))
+            pace.record(width, accepted)
+        else:
+            accepted = 0
+            waiting.append(next(stream))
+            if pace.patience is not None and len(waiting) >= pace.patience:
+                pace.learn(sum(waiting), len(waiting))
+                waiting, time = [], time + pace.cost
+        time += 1 + width * pace.cost
+        tokens += accepted + 1
+    return widths, time, tokens
 
 
-def test_a_draft_that_always_stands_stays_at_full_width():
-    assert run(Pace(4), [9] * 10) == [4] * 10
+@pytest.mark.parametrize("cost", [0.0, 0.1, 0.5])
+def test_a_draft_that_always_stands_is_used_to_the_full(cost):
+    widths, _, _ = play(Pace(4, cost), itertools.repeat(True), 30)
+    assert 0 not in widths
+    assert widths[-25:] == [4] * 25
 
 
-def test_width_follows_what_stands():
-    assert run(Pace(4), [1, 1, 2, 4, 4, 4]) == [4, 2, 2, 3, 4, 4]
+@given(
+    acceptance=st.floats(0, 1),
+    cost=st.floats(0.05, 1),
+    most=st.integers(1, 16),
+)
+def test_no_width_is_better_than_the_chosen_one(acceptance, cost, most):
+    """The speed-up of every width, token by token: 1 + a + a^2 + ... for 1 + width * cost."""
+    chosen = Pace(most, cost, stood=acceptance).width()
+    assert 0 <= chosen <= most
+    for width in range(most + 1):
+        expected, stands = 1.0, 1.0
+        for _ in range(width):
+            stands *= acceptance
+            expected += stands
+        assert expected / (1 + width * cost) <= speedup(acceptance, chosen, cost) + 1e-9
+    assert (chosen > 0) == (acceptance > cost)
 
 
-def test_misses_lead_to_longer_and_longer_rests():
-    pace = Pace(4)
-    widths = run(pace, [0] * 1000)
-    assert sum(width > 0 for width in widths) < 1000 / LONGEST_REST + 12
-    assert pace.accepted == 0 and pace.proposed == sum(widths)
+@pytest.mark.parametrize("cost", [0.1, 0.5])
+def test_a_draft_that_never_stands_costs_a_few_steps_and_then_a_look_in_a_while(cost):
+    widths, time, tokens = play(Pace(4, cost), itertools.repeat(False), 1000)
+    assert tokens == 1000
+    assert not any(widths[20:])
+    assert time <= 1000 + 1.5 + 1000 / LONGEST_REST * cost
+
+
+def test_the_first_token_decides_for_a_draft_of_half_the_cost():
+    pace = Pace(4, 0.5)
+    pace.learn(0, 1)
+    assert pace.width() == 0 and pace.patience == 8
+    for patience in (16, 32, 32):
+        pace.learn(0, pace.patience)
+        assert pace.patience == patience
 
 
 def test_drafting_returns_when_it_pays_again():
-    pace = Pace(4)
-    run(pace, [0] * 200)
-    widths = run(pace, [9] * 100)
-    assert widths[-1] == 4
-    assert sum(widths) > 100
+    pace = Pace(4, 0.5)
+    play(pace, itertools.repeat(False), 200)
+    widths, _, tokens = play(pace, itertools.repeat(True), 100)
+    assert widths[-1] == 4 and tokens > 250
 
 
-def test_one_miss_is_no_rest():
-    assert 0 not in run(Pace(4), [0, 4, 0, 4, 0, 4])
+@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("cost", [0.1, 0.3, 0.5])
+def test_it_is_close_to_the_best_fixed_width_and_never_far_below_none(acceptance, cost):
+    chance = random.Random(7)
+    stream = (chance.random() < acceptance for _ in itertools.count())
+    _, time, tokens = play(Pace(4, cost), stream, 3000)
+    best = max(speedup(acceptance, width, cost) for width in range(5))
+    assert tokens / time >= 0.96 * best
+
+
+def test_drawn_tokens_count_as_much_as_the_draft_was_sure_of_them():
+    """Eight tokens, each drawn with probability 1/4 by draft and target alike: two are all it can foresee."""
+    pace = Pace(4, 0.5)
+    for _ in range(20):
+        pace.learn(2, 8 * 0.25)
+    assert pace.width() == 4
