@@ -13,7 +13,6 @@ import pytest
 import torch
 from oracles import combined
 from oracles import sfi as oracle
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fathom.runtime.decode import AS_SERVED, Entry, Shape, SlowFast
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
@@ -44,25 +43,8 @@ def settings(config=CONFIG):
     )
 
 
-def random_model(layers):
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).float().eval()
-
-
 @pytest.fixture(scope="module")
-def model():
+def model(random_model):
     return random_model(LAYERS)
 
 
@@ -314,7 +296,7 @@ def test_controls(model, rule):
     assert sum(want.slow) > 2 and (want.causes.count(None) == 44) == (rule == "frozen")
 
 
-def test_thousands_of_tokens():
+def test_thousands_of_tokens(random_model):
     """The recent window moves past itself 250 times; two layers, half of the tokens in passes over guesses."""
     model, new, (prompt,) = random_model(2), 4000, prompts([30])
     want = oracle.generate(model, prompt, new + 8, TRIGGERS, settings())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from oracles import sfi as oracle
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fathom.kernels.decode_logits import decode_logits, plan_dense
 from fathom.kernels.two_segment_attention import two_segment_attention
@@ -39,21 +38,8 @@ def settings(config: SfiConfig, seeded: bool) -> oracle.Settings:
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).float().eval()
+def model(random_model):
+    return random_model(3)
 
 
 @dataclass

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from oracles import combined, compressed_model, sfi
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fathom.runtime.sfi.selector import random_scores
 
@@ -15,20 +14,8 @@ SETTINGS = sfi.Settings(sink=4, recent=16, k=20, t_max=9, seed_from_prefill=Fals
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).float().eval()
+def model(random_model):
+    return random_model(4)
 
 
 def make_prompt(length):
