@@ -19,6 +19,7 @@ import httpx
 import numpy
 import pytest
 import yaml
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "chart" / "files"
@@ -144,10 +145,7 @@ def first_of_its_route(server, url: str, route: str, body: dict) -> None:
 
 def wait_for(url: str, route: str, answers: int) -> None:
     expression = f'fathom:time_to_first_token_seconds_count{{route="{route}"}} == {answers}'
-    deadline = time.monotonic() + 20
-    while not query(url, expression):
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+    wait_until(lambda: query(url, expression), 20)
 
 
 def as_prometheus_has_it(url: str, route: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from waiting import wait_until
 
 PAGE = 16
 LONG, ANSWER = 4096, 120
@@ -30,15 +31,11 @@ def pages(server):
 
 def idle(server):
     """The pages once nothing runs any more."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = pages(server)
-        if found["open_rows"] == 0 and found["held"] == 0:
-            assert found["free"] + found["cached"] == found["total"]
-            assert found["evictable"] == found["cached"]
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"not idle: {found}")
+    wait_until(lambda: (now := pages(server))["open_rows"] == now["held"] == 0, 60, lambda: pages(server))
+    found = pages(server)
+    assert found["free"] + found["cached"] == found["total"]
+    assert found["evictable"] == found["cached"]
+    return found
 
 
 def most_at_once(server, prompts, policy):

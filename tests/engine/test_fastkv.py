@@ -8,7 +8,6 @@ between, prefix hits and misses; on the second also SpecPrefill and drafted toke
 
 import contextlib
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,6 +15,7 @@ import pytest
 from noisy import draft_flags
 from oracles.compressed_model import CompressedModel
 from oracles.drafted import Draft
+from waiting import held, wait_until
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 6
@@ -267,9 +267,7 @@ def check_storm(server, oracle):
     for (prompt, policy, _), answer in zip(cases, answers, strict=True):
         if answer is not None:
             check(oracle, prompt, policy, answer, PAGE)
-    deadline = time.monotonic() + 30
-    while server.engine()["kv_pool"]["depth_pages"]["open_rows"] and time.monotonic() < deadline:
-        time.sleep(0.5)
+    wait_until(lambda: held(server) == 0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
+from waiting import wait_until
 
 REQUESTS = 300
 ABORTED = 1 / 3
@@ -47,14 +48,13 @@ def one_request(url: str, seed: int) -> str:
 
 def settle(server) -> dict:
     """The engine's own account once nothing runs any more."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        engine = server.engine()
-        pool = engine["kv_pool"]
-        if pool["held"] == 0 and pool["free"] + pool["cached"] == pool["tokens"]:
-            return engine
-        time.sleep(0.5)
-    raise AssertionError(f"not idle after 60 s: {engine}")
+
+    def settled() -> bool:
+        pool = server.engine()["kv_pool"]
+        return pool["held"] == 0 and pool["free"] + pool["cached"] == pool["tokens"]
+
+    wait_until(settled, 60, server.engine)
+    return server.engine()
 
 
 def storm(server, seeds) -> list[str]:

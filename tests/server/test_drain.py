@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from waiting import held, wait_until
 
 DRAIN_SECONDS = 5
 SHORT = 300
@@ -35,19 +36,6 @@ def generate(server, tokens=7000, stream=False, **more):
     return server.client.post("/generate", json=body)
 
 
-def wait_until(condition, seconds=20.0):
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds
-        time.sleep(0.05)
-    return time.monotonic() - begin
-
-
-def held(server):
-    engine = server.engine()
-    return engine["kv_pool"]["held"] + engine["open_accounts"]
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("n", [1, 3])
@@ -59,7 +47,7 @@ def test_a_client_that_leaves_frees_everything_within_a_second(ending, stream, n
         if stream
         else leaving(ending, body)
     ):
-        wait_until(lambda: held(ending) > 0)
+        wait_until(lambda: held(ending) > 0, 20)
     assert wait_until(lambda: held(ending) == 0) < 1.0
 
 
@@ -85,7 +73,7 @@ class leaving:
 def test_overload_is_answered_with_503(ending):
     with ThreadPoolExecutor(3) as pool:
         inside = [pool.submit(generate, ending) for _ in range(3)]
-        wait_until(lambda: ending.engine()["open_accounts"] == 3)
+        wait_until(lambda: ending.engine()["open_accounts"] == 3, 20)
         for stream in (False, True):
             late = generate(ending, 4, stream)
             assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
@@ -103,9 +91,9 @@ def test_sigterm_lets_requests_finish_up_to_the_limit(ending):
     with ThreadPoolExecutor(3) as pool:
         whole = pool.submit(generate, ending)
         stream = pool.submit(generate, ending, stream=True)
-        wait_until(lambda: ending.engine()["open_accounts"] == 2)
+        wait_until(lambda: ending.engine()["open_accounts"] == 2, 20)
         short = pool.submit(generate, ending, SHORT)
-        wait_until(lambda: ending.engine()["open_accounts"] == 3 or short.done())
+        wait_until(lambda: ending.engine()["open_accounts"] == 3 or short.done(), 20)
         assert not short.done()
         ending.process.send_signal(signal.SIGTERM)
         begin = time.monotonic()
@@ -130,7 +118,7 @@ def test_a_dead_engine_ends_the_process_with_a_reason(start_server, tiny_model):
     engine = server.engine()["pid"]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate, server)
-        wait_until(lambda: held(server) > 0)
+        wait_until(lambda: held(server) > 0, 20)
         os.kill(engine, signal.SIGKILL)
         assert server.process.wait(20) == 1
         with pytest.raises(httpx.TransportError):

@@ -23,6 +23,7 @@ import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from waiting import held, wait_until
 
 from fathom.server import errors
 from fathom.server.context import Face
@@ -69,19 +70,6 @@ def answer(server):
     assert got.status_code == 200, got.text
     meta = got.json()["meta_info"]
     return got.json()["text"], [round(entry[0], 3) for entry in meta["output_token_logprobs"]]
-
-
-def wait_until(condition, seconds=30.0):
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds
-        time.sleep(0.05)
-    return time.monotonic() - begin
-
-
-def held(server):
-    engine = server.engine()
-    return engine["kv_pool"]["held"] + engine["open_accounts"]
 
 
 def counted(server, outcome):
