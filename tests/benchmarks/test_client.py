@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import threading
 import time
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
@@ -59,17 +57,8 @@ async def completions(request):
 
 
 @pytest.fixture(scope="module")
-def url():
-    port = free_port()
-    app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+def url(run_app):
+    return run_app(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]))
 
 
 def ask(url, prompts, extra=None, limit=10.0, output=5):

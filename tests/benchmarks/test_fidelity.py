@@ -3,17 +3,14 @@
 import asyncio
 import csv
 import json
-import threading
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fathom.benchmarks import fidelity, fidelity_args, plot_fidelity
 from fathom.benchmarks.fidelity_grids import GRIDS, SFI_CONTEXT, NamedGrid, Point
-from fathom.benchmarks.servers import free_port
 from fathom.benchmarks.variants import with_body, with_flags
 from fathom.runtime.config import Policy
 from fathom.server import cli
@@ -25,9 +22,7 @@ class Fake:
     """Answers every exact question rightly; under a cutoff of 4 every second one wrongly; 3 is refused."""
 
     def __init__(self):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.lie = ""
+        self.lie, self.url = "", ""
         self.requests, self.in_flight, self.most_in_flight = 0, 0, 0
         self.bodies: list[dict] = []
         self.known: dict[str, tuple[int, str, int]] = {}
@@ -89,16 +84,10 @@ class Fake:
 
 
 @pytest.fixture(scope="module")
-def running():
+def running(run_app):
     fake = Fake()
-    server = uvicorn.Server(uvicorn.Config(fake.app(), port=fake.port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    yield fake
-    server.should_exit = True
-    thread.join()
+    fake.url = run_app(fake.app())
+    return fake
 
 
 GRID = ["--tasks", "single,followup", "--contexts", "256", "--samples", "6", "--in-flight", "2"]
