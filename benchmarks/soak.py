@@ -7,11 +7,12 @@ import asyncio
 import datetime
 import json
 import random
+import re
 import shlex
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ import httpx
 import psutil
 from tqdm import tqdm
 
-from fathom.benchmarks import liveness, report, servers, usage
+from fathom.benchmarks import liveness, report, servers, stats, usage
 from fathom.benchmarks.args import named_policy
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
-from fathom.benchmarks.soak_client import Case, Outcome, run_case
+from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_body, with_flags
 from fathom.demo.corpus import eval_samples
 from fathom.server.checks import StartError, demo_model
@@ -37,6 +38,10 @@ TASKS = ("single", "multikey", "list", "followup")
 PROBES = 6
 SAMPLE_SECONDS = 5.0
 IDLE_SECONDS = 60.0
+ENDLESS = 400
+"""Tokens of an answer that its client gives up: the moment comes before their end."""
+LEAST_GIVEN_UP = 0.9
+"""Of the requests that are to be given up, the share that must have been."""
 MIXED: dict[str, dict[str, Any]] = {
     "dense": {"preset": "exact"},
     "speed": {"depth_cutoff": 6},
@@ -108,6 +113,10 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     for flag in ("aborted", "too_long"):
         if not 0 <= getattr(args, flag) <= 1:
             raise ValueError(f"--{flag.replace('_', '-')} must be in [0, 1], got {getattr(args, flag)}")
+    if args.aborted + args.too_long > 1:
+        raise ValueError(
+            f"--aborted and --too-long must be at most 1 together, got {args.aborted + args.too_long:g}"
+        )
     args.policy = args.policy or [with_body(name, policy) for name, policy in MIXED.items()]
     return args
 
@@ -124,6 +133,8 @@ class Soak:
     outcomes: list[tuple[Case, Outcome]] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """The last times to a first token, in seconds."""
 
     def __post_init__(self) -> None:
         asked = {
@@ -138,7 +149,11 @@ class Soak:
         self.probes = self.samples[::step][:PROBES]
 
     def case(self, number: int) -> Case:
-        """The case of this number: the same in every run with this seed."""
+        """The case of this number: the same in every run with this seed, but for the seconds of its patience.
+
+        Who leaves does so at any moment of the usual wait for a first token, in the queue, while the prompt is
+        judged or computed; or at one of the first events of the answer.
+        """
         rng = random.Random(f"{self.args.seed}/{number}")
         variant: Variant = rng.choice(self.args.policy)
         messages = rng.choice(self.samples)
@@ -147,10 +162,10 @@ class Soak:
         if fate < self.args.too_long:
             return replace(case, messages=self.too_long, max_tokens=4, too_long=True)
         if fate < self.args.too_long + self.args.aborted:
-            case = replace(case, max_tokens=400)
-            if rng.random() < 0.6:
-                return replace(case, patience=3 * rng.random() ** 3)
-            return replace(case, leave_after=rng.randint(1, 12))
+            case = replace(case, max_tokens=ENDLESS)
+            if rng.random() < 0.75:
+                return replace(case, patience=rng.random() * statistics.median(self.waits or [1.0]))
+            return replace(case, leave_after=rng.randint(1, 24))
         if variant.dense:
             return self.probe(number, rng.randrange(PROBES))
         return replace(case, temperature=rng.choice([0.0, 0.8]))
@@ -187,6 +202,8 @@ class Soak:
     async def _send(self, client: httpx.AsyncClient, case: Case) -> Outcome:
         outcome = await run_case(client, self.model, case, self.args.limit)
         self.outcomes.append((case, outcome))
+        if outcome.ttft is not None:
+            self.waits.append(outcome.ttft)
         if outcome.kind == "failed":
             self.wrong.append(f"request {case.number} ({case.policy}): {outcome.detail}")
         elif case.probe is not None and case.number != -1 and outcome.text != self.idle[case.probe].text:
@@ -199,6 +216,13 @@ class Soak:
         while True:
             self.memory.append((round(time.monotonic() - begin, 1), usage.rss(members)))
             await asyncio.sleep(SAMPLE_SECONDS)
+
+    def server_aborts(self) -> int:
+        """Generations that the server counted as aborted since its start."""
+        text = httpx.get(f"{self.server.url}/metrics", timeout=30, trust_env=False).text
+        return int(
+            sum(map(float, re.findall(r'^fathom:requests_total{.*outcome="abort".*} (\S+)$', text, re.M)))
+        )
 
     def growth(self) -> float:
         """MiB that resident memory grew by, from the median of the run's second tenth to that of its last."""
@@ -257,6 +281,27 @@ def proofs(soak: Soak) -> dict[str, int]:
     return dict(seen)
 
 
+def given_up(soak: Soak) -> dict[str, Any]:
+    """How many clients were to leave and did, after how many seconds, and how many the server saw leave.
+
+    BenchError where too few of those that were to did, or the server was told of too few.
+    """
+    sent = [(case, outcome) for case, outcome in soak.outcomes if case.number >= 0]
+    meant = sum(case.leaves for case, _ in sent)
+    left = [outcome for _, outcome in sent if outcome.kind == "aborted"]
+    if len(left) < LEAST_GIVEN_UP * meant:
+        raise BenchError(f"{meant} requests were to be given up, {len(left)} were: the others ended before")
+    if (counted := soak.server_aborts()) < LEAST_GIVEN_UP * len(left):
+        raise BenchError(f"{len(left)} requests were given up, the server counted {counted}")
+    by_stage = {stage: [outcome.seconds for outcome in left if outcome.detail == stage] for stage in STAGES}
+    return {
+        "meant": meant,
+        "counted_by_server": counted,
+        "share": round(len(left) / len(sent), 4),
+        "seconds": {stage: stats.summary(times) for stage, times in by_stage.items() if times},
+    }
+
+
 def table(soak: Soak) -> str:
     """Outcomes by policy, in Markdown."""
     kinds = ("finished", "aborted", "refused", "failed")
@@ -312,6 +357,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
             )
         if soak.wrong:
             raise BenchError(f"{len(soak.wrong)} things went wrong:\n" + "\n".join(soak.wrong[:20]))
+        result["given_up"] = given_up(soak)
     outcomes = [(case, outcome) for case, outcome in soak.outcomes if case.number >= 0]
     result["requests"] = len(outcomes)
     result["outcomes"] = dict(Counter(outcome.kind for _, outcome in outcomes))
@@ -346,7 +392,8 @@ def main(argv: list[str]) -> int:
     print("", result["table"], sep="\n")
     counts = ", ".join(f"{n} {kind}" for kind, n in result["outcomes"].items())
     aborts = ", ".join(f"{n} {stage}" for stage, n in result["aborts"].items())
-    print(f"\n{result['requests']} requests in {result['seconds']:.0f} s: {counts}. Given up: {aborts}.")
+    print(f"\n{result['requests']} requests in {result['seconds']:.0f} s: {counts}.")
+    print(f"Given up: {result['given_up']['share']:.1%} ({aborts}).")
     print(
         f"All accounts balanced; memory grew by {result['memory_growth_mib']} MiB; "
         f"{result['dense_answers_compared']} dense answers under load were those of the idle server. "

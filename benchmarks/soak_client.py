@@ -25,8 +25,8 @@ class Case:
         messages: the conversation.
         max_tokens: most tokens of the answer.
         temperature: 0 for a greedy answer.
-        patience: seconds after which the client leaves if no token has come yet; None to wait.
-        leave_after: events after which the client leaves; None to read all.
+        patience: seconds after which the client leaves, whatever has come by then; None to wait.
+        leave_after: events with text after which the client leaves; None to read all.
         too_long: whether the prompt exceeds the context, so that status 400 is the right answer.
         probe: index of the idle answer that this one must equal; None for none.
     """
@@ -41,6 +41,11 @@ class Case:
     leave_after: int | None = None
     too_long: bool = False
     probe: int | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the client is to give the request up."""
+        return self.patience is not None or self.leave_after is not None
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,10 @@ class Outcome:
 
 
 def body(model: str, case: Case) -> dict:
-    """The JSON of a case."""
+    """The JSON of a case. One that is to be given up must not end by itself, and each of its tokens has a text:
+    one that is skipped is no event.
+    """
+    endless = {"ignore_eos": True, "skip_special_tokens": False} if case.leaves else {}
     return {
         "model": model,
         "messages": case.messages,
@@ -73,6 +81,7 @@ def body(model: str, case: Case) -> dict:
         "temperature": case.temperature,
         "stream": True,
         "fathom": case.fathom,
+        **endless,
     }
 
 

@@ -3,20 +3,19 @@
 import asyncio
 import json
 import re
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from fathom.benchmarks import soak
 from fathom.benchmarks.client import BenchError, open_client
-from fathom.benchmarks.servers import free_port
-from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
+from fathom.benchmarks.fidelity import load_tokenizer
+from fathom.benchmarks.soak_client import STAGES, Case, Outcome, body, run_case
+from fathom.server.checks import demo_model
 
 FATHOM = {
     "prompt_tokens": 10,
@@ -60,18 +59,8 @@ async def chat(request):
 
 
 @pytest.fixture(scope="module")
-def url():
-    port = free_port()
-    app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    server.force_exit = True
-    thread.join()
+def url(run_app):
+    return run_app(Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])]))
 
 
 def run(url, say, limit=4.0, **members):
@@ -137,11 +126,54 @@ def test_a_mechanism_that_never_ran_is_an_error():
         soak.proofs(SimpleNamespace(outcomes=[speed, drafted]))
 
 
+def soak_of(outcomes, counted):
+    return SimpleNamespace(outcomes=outcomes, server_aborts=lambda: counted)
+
+
+def test_too_few_that_left_is_an_error(url):
+    """An answer that ends before its client's moment is no abort, and a server must have seen those that are."""
+    leaver = replace(CASE, patience=3.0)
+    left = [(leaver, Outcome("aborted", STAGES[0], seconds)) for seconds in (0.1, 0.3, 0.2)]
+    early = leaver, run(url, "fine", patience=3.0)
+    assert early[1].kind == "finished"
+    fine = soak.given_up(soak_of([*3 * left, early, *10 * [(CASE, Outcome("finished"))]], 9))
+    assert (fine["meant"], fine["share"], fine["counted_by_server"]) == (10, 0.45, 9)
+    assert fine["seconds"][STAGES[0]]["median"] == 0.2
+    with pytest.raises(BenchError, match="10 requests were to be given up, 8 were"):
+        soak.given_up(soak_of([*left, *left, *left[:2], early, early], 8))
+    with pytest.raises(BenchError, match="9 requests were given up, the server counted 8"):
+        soak.given_up(soak_of(3 * left, 8))
+
+
+def test_who_leaves_asks_for_an_answer_without_end():
+    assert "ignore_eos" not in body("any", CASE)
+    for leaver in (replace(CASE, patience=0.1), replace(CASE, leave_after=3)):
+        assert body("any", leaver)["ignore_eos"] and not body("any", leaver)["skip_special_tokens"]
+
+
+def test_as_many_leave_as_were_asked_for(monkeypatch):
+    """At moments of the usual wait that are spread over all of it, or in the middle of an answer."""
+    monkeypatch.setattr(soak, "CONTEXTS", (150,))
+    args = soak.checked(soak.parser().parse_args(["--aborted", "0.3", "--too-long", "0.2"]))
+    some = soak.Soak(None, "any", load_tokenizer(str(demo_model())), args)
+    some.waits.extend([1.0, 2.0, 8.0])
+    cases = [some.case(number) for number in range(4000)]
+    assert sum(case.too_long for case in cases) / 4000 == pytest.approx(0.2, abs=0.02)
+    leaving = [case for case in cases if case.leaves]
+    assert len(leaving) / 4000 == pytest.approx(0.3, abs=0.02)
+    assert not any(case.too_long or case.probe is not None for case in leaving)
+    moments = sorted(case.patience for case in leaving if case.patience is not None)
+    assert len(moments) / len(leaving) == pytest.approx(0.75, abs=0.05)
+    quarters = [moments[len(moments) * i // 4] for i in range(1, 4)]
+    assert moments[-1] < 2.0 and quarters == pytest.approx([0.5, 1.0, 1.5], abs=0.15)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--requests", "0"], "--requests must be above 0, got 0"),
         (["--aborted", "1.5"], r"--aborted must be in \[0, 1\], got 1.5"),
+        (["--aborted", "0.7", "--too-long", "0.5"], "at most 1 together, got 1.2"),
         (["--in-flight", "-1"], "--in-flight must be above 0, got -1"),
     ],
 )
@@ -159,6 +191,7 @@ def test_a_small_soak_of_the_demo_pair(tmp_path, monkeypatch, capsys):
     result = json.loads(out.read_text())
     assert sum(result["outcomes"].values()) == result["requests"] == 40
     assert {"finished", "aborted", "refused"} == set(result["outcomes"])
+    assert result["given_up"]["meant"] * soak.LEAST_GIVEN_UP <= result["outcomes"]["aborted"]
     assert result["dense_answers_compared"] > 0
     assert all(
         result["proofs"][name] > 0 for name in ("prefill_keep_rate", "speculative", "decode", "depth_cutoff")
