@@ -12,16 +12,13 @@ import datetime
 import json
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from fathom.benchmarks import paper_figures as papers
 from fathom.benchmarks import report, stats
 
-RETAINED = (0.016, 0.063, 0.125, 0.25, 0.5)
-PAPER = {0.016: 10.67, 0.063: 9.56, 0.125: 7.15, 0.25: 3.96, 0.5: 2.10}
-"""Slow-Fast Inference, Table 1: KV length 16K, batch 16, bfloat16, on a GPU."""
-RECENT = 256
+RETAINED = (1.6, 6.3, 12.5, 25.0, 50.0)
+"""Of the shares of the paper's Table 1, in per cent."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,83 +37,42 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-class Case:
-    """Queries, a pool with each request's KV in scattered slots, and a compact buffer."""
-
-    def __init__(self, args: argparse.Namespace):
-        import torch
-
-        self.args, self.torch = args, torch
-        dtype, total = getattr(torch, args.dtype), args.batch * args.length
-        source = torch.Generator().manual_seed(0)
-
-        def draw(*size: int):
-            return torch.randn(*size, generator=source).to(dtype)
-
-        self.query = draw(args.batch, args.heads, args.head_dim)
-        self.keys, self.values = (draw(total, args.kv_heads, args.head_dim) for _ in range(2))
-        slots = torch.randperm(total, generator=source) if args.scattered else torch.arange(total)
-        self.table = slots.to(torch.int32).view(args.batch, args.length).contiguous()
-        self.compact = self.keys.clone(), self.values.clone()
-        self.scale = args.head_dim**-0.5
-
-    def dense(self) -> Callable[[], object]:
-        """The kernel of dense decode steps."""
-        from fathom.kernels.decode_attention import decode_attention, plan_decode
-
-        torch, args = self.torch, self.args
-        lengths = torch.full((args.batch,), args.length)
-        plan = plan_decode(torch.arange(args.batch), lengths, args.kv_heads)
-        return lambda: decode_attention(self.query, self.keys, self.values, self.table, plan, self.scale)
-
-    def two_segments(self, retained: float) -> Callable[[], object]:
-        """The kernel of fast steps, reading this share of the entries."""
-        from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
-
-        torch, args = self.torch, self.args
-        budget = round(retained * args.length)
-        recent = min(RECENT, budget // 2)
-
-        def each(value: int):
-            return torch.full((args.batch,), value, dtype=torch.int64)
-
-        rows, begin, end = torch.arange(args.batch), each(args.length - recent), each(args.length)
-        plan = plan_segments(
-            rows, begin, end, rows * args.length, each(budget - recent), each(-1), args.kv_heads
-        )
-        query, pool = self.query.unsqueeze(1).contiguous(), (self.keys, self.values)
-        return lambda: two_segment_attention(query, pool, self.compact, self.table, plan, self.scale)
-
-
 def measure(args: argparse.Namespace) -> list[dict]:
     """Per retained share: milliseconds of both kernels and their ratio, each as median and extremes."""
-    case = Case(args)
+    import torch
+
+    from fathom.benchmarks.kernel_case import KernelCase, call_seconds
+
+    case = KernelCase(
+        batch=args.batch,
+        length=args.length,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        dtype=getattr(torch, args.dtype),
+        scattered=args.scattered,
+    )
     dense = case.dense()
     found = []
-    for retained in RETAINED:
-        fast = case.two_segments(retained)
+    for percent in RETAINED:
+        read = round(percent / 100 * args.length)
+        fast = case.two_segments(read)
         for call in (dense, fast):  # compiled, and its memory touched
             call()
         pairs = []
         for number in range(args.calls):
             order = stats.order([0, 1], number)
-            taken = {which: _seconds((dense, fast)[which]) for which in order}
+            taken = {which: call_seconds((dense, fast)[which], case.device) for which in order}
             pairs.append((taken[0], taken[1]))
         slow, quick = zip(*pairs, strict=True)
         found.append(
             {
-                "retained": retained,
+                "retained": percent / 100,
                 "dense_seconds": stats.summary(slow),
                 "fast_seconds": stats.summary(quick),
                 "ratio": stats.summary(stats.pair_ratios(slow, quick)),
-                "entries_ratio": args.length / round(retained * args.length),
-                "paper": PAPER[retained],
+                "entries_ratio": args.length / read,
+                "paper": papers.SFI_KERNEL_SPEEDUP[percent],
             }
         )
     return found

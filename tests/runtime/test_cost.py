@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.benchmarks import paper_figures as papers
 from fathom.runtime import config, cost
 from fathom.runtime.cost import FastKV, ModelShape, SlowFast, SpecPrefill, Speed, make_plan
 from fathom.runtime.kv.memory import pages_held
@@ -15,20 +16,9 @@ LLAMA_8B = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 LLAMA_70B = ModelShape(80, 8192, 28672, 64, 8, 128, 128256)
 LLAMA_405B = ModelShape(126, 16384, 53248, 128, 8, 128, 128256)
 
-CUTOFFS = (32, 16, 20, 24, 28)
+CUTOFFS = (32, *papers.SPEED_CUTOFFS)
 CONTINUATION = 128
-# SPEED, Table 17: active KV in GiB of Llama-3.1-8B in bf16; columns Full-Attn, SPEED-16, -20, -24, -28.
-TABLE_17 = {
-    1: (0.141, 0.078, 0.094, 0.109, 0.125),
-    2: (0.266, 0.141, 0.172, 0.203, 0.234),
-    4: (0.516, 0.266, 0.328, 0.391, 0.453),
-    8: (1.016, 0.516, 0.641, 0.766, 0.891),
-    16: (2.016, 1.016, 1.266, 1.516, 1.766),
-    32: (4.016, 2.016, 2.516, 3.016, 3.516),
-    64: (8.016, 4.016, 5.016, 6.016, 7.016),
-    128: (16.016, 8.016, 10.016, 12.016, 14.016),
-}
-# SPEED, Table 18: estimated total teraFLOPs, same columns; then the printed reductions in per cent, K = 16 … 28.
+# SPEED, Table 18: estimated total teraFLOPs by the cutoffs above; then the printed reductions in per cent.
 TABLE_18 = {
     1: (16.828, 9.432, 11.281, 13.130, 14.979),
     2: (32.853, 17.479, 21.323, 25.166, 29.010),
@@ -51,10 +41,10 @@ REDUCTION_18 = {
 }
 
 
-@pytest.mark.parametrize("kilo", TABLE_17)
+@pytest.mark.parametrize("kilo", papers.SPEED_KV_GIB)
 @pytest.mark.parametrize("anchors", [0, 1])
 def test_active_kv_of_table_17(kilo, anchors):
-    for cutoff, printed in zip(CUTOFFS, TABLE_17[kilo], strict=True):
+    for cutoff, printed in zip(CUTOFFS, papers.SPEED_KV_GIB[kilo], strict=True):
         plan = make_plan(32, kilo * 1024, speed=Speed(cutoff, anchors))
         gib = cost.kv_bytes(LLAMA_8B, plan, CONTINUATION) / 2**30
         assert abs(gib - printed) <= 0.0005 + 1e-9, (cutoff, gib)
