@@ -3,6 +3,8 @@
 import pytest
 from noisy import noisy_copy
 
+pytest.register_assert_rewrite("greedy")
+
 PAGE = 16
 FLAGS = ("--dtype", "float32")
 ROOMY_TOKENS = 4 * (4096 + 120 + 16) + 16

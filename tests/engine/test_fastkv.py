@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from greedy import TOLERANCE, ask, check_tokens
 from noisy import draft_flags
 from oracles.compressed_model import CompressedModel
 from oracles.drafted import Draft
 from waiting import held, wait_until
 
-TOLERANCE = 1e-4
-NEW_TOKENS = 6
-TOP = 40
 PAGE = 16
 LAYERS, TSP = 4, 2
 TOKEN_BYTES = 2 * 2 * 32 * 4  # (keys, values) x KV heads x head_dim x float32, per layer
@@ -83,29 +81,11 @@ def oracle(tiny_model, draft_model):
     return log_probs
 
 
-def ask(server, prompt, policy, new_tokens=NEW_TOKENS, **sampling):
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling},
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-    }
-    if policy is not None:
-        body["fathom"] = policy
-    response = server.client.post("/generate", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def check(oracle, prompt, policy, answer, page=1):
     """The answer against the oracle, fed with the answer's own tokens; the account against the oracle's sets."""
     tokens, meta = answer["output_ids"], answer["meta_info"]
     want, seen, kept = oracle(prompt, tokens[:-1], policy)
-    assert tokens == want.argmax(-1).tolist(), (len(prompt), policy)
-    for row, entries in zip(want, meta["output_top_logprobs"], strict=True):
-        assert len(entries) == TOP
-        got = [value for value, _, _ in entries]
-        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+    check_tokens(answer, want, (len(prompt), policy))
     report, steps = meta["fathom"], len(tokens) - 1
 
     def held(counts):

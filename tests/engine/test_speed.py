@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from greedy import ask, check_tokens
 
-TOLERANCE = 1e-4
-NEW_TOKENS = 6
-TOP = 40
 PAGE = 16
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers x (keys, values) x KV heads x head_dim x float32
 LENGTHS = [1, 2, PAGE - 1, PAGE, PAGE + 1, 200, 700]
@@ -37,31 +35,13 @@ def oracle(tiny_model):
     return ORACLES.NarrowedModel(tiny_model)
 
 
-def ask(server, prompt, policy, new_tokens=NEW_TOKENS):
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-    }
-    if policy is not None:
-        body["fathom"] = policy
-    response = server.client.post("/generate", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 def check(oracle, prompt, policy, answer, page=1):
     """The answer against the oracle, fed with the answer's own tokens."""
     policy = policy or {"depth_cutoff": "full"}
     kept = ORACLES.speed(policy["depth_cutoff"], policy.get("anchors", "bos"))
     tokens, meta = answer["output_ids"], answer["meta_info"]
     want = oracle.log_probs(prompt, tokens[:-1], kept)
-    assert tokens == want.argmax(-1).tolist(), (len(prompt), policy)
-    for row, entries in zip(want, meta["output_top_logprobs"], strict=True):
-        assert len(entries) == TOP
-        got = [value for value, _, _ in entries]
-        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+    check_tokens(answer, want, (len(prompt), policy))
     report = meta["fathom"]
     deep = len(kept(3, len(prompt)))
     assert report["deep_tokens"] == deep
