@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -21,32 +22,28 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def rss(processes: list[psutil.Process]) -> int:
-    """Resident bytes summed over processes; pages they share count once for each."""
-    total = 0
+def _summed(processes: list[psutil.Process], measure: Callable[[psutil.Process], float]) -> float:
+    """Over the processes that still exist."""
+    total = 0.0
     for process in processes:
         with contextlib.suppress(*_GONE):
-            total += process.memory_info().rss
+            total += measure(process)
     return total
+
+
+def rss(processes: list[psutil.Process]) -> int:
+    """Resident bytes summed over processes; pages they share count once for each."""
+    return int(_summed(processes, lambda process: process.memory_info().rss))
 
 
 def pss(processes: list[psutil.Process]) -> int:
     """Proportional bytes: a page shared by n processes counts 1/n in each, so the sum counts it once."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(*_GONE):
-            total += process.memory_full_info().pss
-    return total
+    return int(_summed(processes, lambda process: process.memory_full_info().pss))
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
     """User plus system time used so far."""
-    total = 0.0
-    for process in processes:
-        with contextlib.suppress(*_GONE):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+    return _summed(processes, lambda process: sum(process.cpu_times()[:2]))
 
 
 def machine_busy_seconds() -> float:
