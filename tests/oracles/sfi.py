@@ -36,6 +36,21 @@ class Settings:
     eps: float = 1e-8
 
 
+def settings_of(config, selector, seeded: bool = False) -> Settings:
+    """The engine's numbers of a request and of its Selector under the paper's names."""
+    return Settings(
+        sink=config.sink,
+        recent=config.recent,
+        k=config.selected,
+        t_max=config.refresh_budget,
+        gap=config.minimum_gap,
+        w_prefill=config.prefill_window,
+        seed_from_prefill=seeded,
+        lambda_clip=selector.prior_clip,
+        radius=selector.nms_radius,
+    )
+
+
 def fused_score(logits: torch.Tensor, norms: torch.Tensor, s: Settings) -> tuple[torch.Tensor, float]:
     """Eqs. 6 to 18 for one KV head.
 

@@ -32,15 +32,7 @@ def options(config=CONFIG, runs=4, evidence_mib=1.0):
 
 
 def settings(config=CONFIG):
-    return oracle.Settings(
-        sink=config.sink,
-        recent=config.recent,
-        k=config.selected,
-        t_max=config.refresh_budget,
-        seed_from_prefill=False,
-        lambda_clip=SELECTOR.prior_clip,
-        radius=SELECTOR.nms_radius,
-    )
+    return oracle.settings_of(config, SELECTOR)
 
 
 @pytest.fixture(scope="module")

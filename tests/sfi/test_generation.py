@@ -24,17 +24,7 @@ TRIGGERS = list(range(0, VOCABULARY, 11))
 
 
 def settings(config: SfiConfig, seeded: bool) -> oracle.Settings:
-    return oracle.Settings(
-        sink=config.sink,
-        recent=config.recent,
-        k=config.selected,
-        t_max=config.refresh_budget,
-        gap=config.minimum_gap,
-        w_prefill=config.prefill_window,
-        seed_from_prefill=seeded,
-        lambda_clip=SELECTOR.prior_clip,
-        radius=SELECTOR.nms_radius,
-    )
+    return oracle.settings_of(config, SELECTOR, seeded)
 
 
 @pytest.fixture(scope="module")
