@@ -82,7 +82,12 @@ class Held:
 
 
 class RequestLedger:
-    """Accounts of the requests that are alive in this engine process."""
+    """Accounts of the requests that are alive in this engine process.
+
+    Attributes:
+        totals: of this process since its start; ``prefill_seconds`` are the target's.
+        holding: by the engine's request row, what a request held after its last step, until the row is freed.
+    """
 
     def __init__(self, kv_shape: KvShape) -> None:
         self.kv_shape = kv_shape
@@ -96,7 +101,10 @@ class RequestLedger:
             "accepted_tokens": 0,
             "fast_steps": 0,
             "scoring_seconds": 0.0,
+            "prefill_seconds": 0.0,
+            "draft_prefill_seconds": 0.0,
         }
+        self.holding: dict[int, Held] = {}
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
     def __len__(self) -> int:
@@ -118,6 +126,15 @@ class RequestLedger:
         account.hold(held)
         self.totals["prefill_tokens"] += tokens
         self.totals["prefill_steps"] += 1
+
+    def prefill_took(self, draft: float, target: float) -> None:
+        """One engine step with prompt tokens took the two models so many seconds."""
+        self.totals["draft_prefill_seconds"] += draft
+        self.totals["prefill_seconds"] += target
+
+    def let_go(self, row: int) -> None:
+        """The engine freed a request row."""
+        self.holding.pop(row, None)
 
     def decoded(self, account: Account, held: Held) -> None:
         """One engine step computed one generated token of the request."""

@@ -116,6 +116,12 @@ class Server:
         """What the scheduler process says of itself."""
         return self.client.get("/fathom/info").json()["engine"][0]
 
+    def series(self, prefix: str = "fathom:") -> dict[str, float]:
+        """Series of ``/metrics`` whose name begins so, by name and labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
+        return {name: float(value) for name, value in pairs}
+
     def flush(self) -> None:
         """Empty the prefix cache; a request's last step may end after its answer has arrived, so it may wait."""
         answer = self.client.post("/flush_cache", params={"timeout": 30})

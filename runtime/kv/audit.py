@@ -85,6 +85,17 @@ def check(
         raise AuditError("a page outside the pool is in use")
     if (pool.owners(free) != 0).any() or (pool.owners(behind) != 1).any():
         raise AuditError("a free page has an owner, or a cached page several")
+    if pool.in_use.tolist() != _distinct_per_span(shared, both):
+        raise AuditError(f"the pool counts {pool.in_use.tolist()} pages per span: {found}")
     if (pool.owners(private) != owners).any():
         raise AuditError("a private page has other owners than the tables that hold it")
     return found
+
+
+def _distinct_per_span(shared: SharedPages, tables: list[Tables]) -> list[int]:
+    """Pages in use per span, each once."""
+    counts = np.count_nonzero(shared.backing, axis=1).tolist()
+    for span in range(shared.spans):
+        own = [t.pages(row, span) for t in tables for row in list(t._rows) if span in t.lengths(row)]
+        counts[span] += len(np.unique(np.concatenate(own))) if own else 0
+    return counts

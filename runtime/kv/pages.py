@@ -42,6 +42,7 @@ class PagePool:
         total: pages that can be handed out (the dummy page not counted).
         page_size: tokens per page.
         arenas: number of arenas.
+        in_use: [arenas] int64 pages with an owner, by the arena that they were asked of.
     """
 
     def __init__(self, total: int, page_size: int, arenas: int = 1) -> None:
@@ -57,6 +58,8 @@ class PagePool:
         self._stacks = [pages[self._arena_of(pages) == arena][::-1].copy() for arena in range(self.arenas)]
         self._free = [len(stack) for stack in self._stacks]
         self._owners = np.zeros(self.total + 1, np.int32)
+        self._asked_of = np.zeros(self.total + 1, np.int16)
+        self.in_use = np.zeros(self.arenas, np.int64)
 
     @property
     def free(self) -> int:
@@ -92,6 +95,8 @@ class PagePool:
             missing -= use
         pages = np.concatenate(parts)
         self._owners[pages] = 1
+        self._asked_of[pages] = arena
+        self.in_use[arena] += count
         return pages
 
     def share(self, pages: np.ndarray) -> None:
@@ -107,6 +112,7 @@ class PagePool:
         left = self._owners[pages]
         assert (left >= 0).all() and pages.min() > 0, "a page was given back more often than it was taken"
         gone = pages[left == 0]
+        self.in_use -= np.bincount(self._asked_of[gone], minlength=self.arenas)
         arena_of = self._arena_of(gone)
         for arena in range(self.arenas):
             # Reversed, so that they are handed out again in the order in which they stand in a table.

@@ -110,8 +110,12 @@ class DraftSide:
         prompt, read = len(request.origin_input_ids), self.state(request).read
         return [*request.origin_input_ids[read:], *request.output_ids[max(read - prompt, 0) :]]
 
-    def read_prefill(self, batch: ScheduleBatch) -> None:
-        """Read the new prompt tokens of a prefill batch, and judge the prompts that end in it."""
+    def read_prefill(self, batch: ScheduleBatch) -> bool:
+        """Read the new prompt tokens of a prefill batch, and judge the prompts that end in it.
+
+        Returns:
+            Whether there was anything for the draft to do.
+        """
         decoding = set(batch.decoding_reqs or ())
         reading: list[tuple[Req, int]] = []
         for request, begin, new in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
@@ -120,7 +124,7 @@ class DraftSide:
                 self.state(request).read = begin
                 reading.append((request, begin + new))
         if not reading:
-            return
+            return False
         captured = Captured(torch.empty(0))
         logits = self.read(reading, captured)
         for row, (request, end) in zip(logits, reading, strict=True):
@@ -135,6 +139,7 @@ class DraftSide:
             and end >= requests.prompt_tokens(request)
         ]
         self._judge([reading[place][0] for place in judged], logits[judged], captured, judged)
+        return True
 
     def read(self, reading: Sequence[tuple[Req, int]], captured: Captured | None = None) -> torch.Tensor:
         """Read each request up to ``end``; logits [requests, vocabulary] after its last token."""

@@ -39,5 +39,7 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
         leak |= not found.balanced or (idle and found.held > 0)
         if is_tree:
             leak |= idle and tree.evictable_pages != found.cached
-            message += f", evictable pages={tree.evictable_pages}"
+            in_use, evictable = allocator.memory.pool.in_use.tolist(), tree.evictable_per_span.tolist()
+            leak |= idle and in_use != evictable
+            message += f", pages per span={in_use}, evictable={evictable}"
         return leak, f"{message}; [pages] {found}"

@@ -8,6 +8,7 @@ the whole path from the root to it, are equally deep.
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import registry
@@ -25,15 +26,20 @@ class DepthRadixCache(RadixCache):
     """A radix cache whose ``evictable_size`` is true for tokens of any depth.
 
     Attributes:
-        evictable_pages: physical pages behind what nobody uses at the moment.
+        evictable_per_span: [spans] int64 physical pages behind what nobody uses at the moment.
     """
 
     token_to_kv_pool_allocator: DepthAllocator
 
     def reset(self) -> None:
         super().reset()
-        self.evictable_pages = 0
+        self.evictable_per_span = np.zeros(self.token_to_kv_pool_allocator.memory.spans, np.int64)
         self._left: weakref.WeakSet[Req] = weakref.WeakSet()
+
+    @property
+    def evictable_pages(self) -> int:
+        """Physical pages behind what nobody uses at the moment."""
+        return int(self.evictable_per_span.sum())
 
     def evictable_size(self) -> int:
         """Tokens kept at all depths that would fit in what could be evicted."""
@@ -128,14 +134,14 @@ class DepthRadixCache(RadixCache):
 
     def evict(self, params: Any) -> Any:
         pool = self.token_to_kv_pool_allocator.memory.pool
-        before = pool.free
+        before = pool.in_use.copy()
         result = super().evict(params)
-        self.evictable_pages -= pool.free - before
+        self.evictable_per_span -= before - pool.in_use
         return result
 
     def _count(self, node: Any, tokens: int) -> None:
         if tokens:
-            self.evictable_pages += tokens // self.page_size * self._depth(node)
+            self.evictable_per_span[: self._depth(node)] += tokens // self.page_size
 
     def _depth(self, node: Any) -> int:
         allocator = self.token_to_kv_pool_allocator

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
+import numpy as np
 import sglang
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import Req
@@ -14,9 +15,10 @@ from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.sglang_host import bursts, kv_schedule, seams
+from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
-from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
 from fathom.runtime.sglang_host.requests import separate_cache_key
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
@@ -32,6 +34,7 @@ class FathomScheduler(Scheduler):
     """SGLang's scheduler, event loop and all, running :class:`FathomWorker`."""
 
     batch_result_processor: SchedulerBatchResultProcessor
+    engine_metrics: EngineMetrics | None = None
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = FathomWorker(
@@ -49,6 +52,23 @@ class FathomScheduler(Scheduler):
         super().init_batch_result_processor()
         if self.tp_worker.draft_side is not None:
             self.batch_result_processor = bursts.install(self.batch_result_processor)
+
+    def init_metrics_reporter(self, *args: Any) -> None:
+        super().init_metrics_reporter(*args)
+        if self.metrics_reporter.current_scheduler_metrics_enabled and self.ps.attn_tp_rank == 0:
+            pool = self.tp_worker.model_runner.token_to_kv_pool
+            spans = pool.spans if isinstance(pool, DepthKvPool) else 1
+            self.engine_metrics = EngineMetrics(span_names(pool.start_layer, pool.layer_num, spans))
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        super().process_batch_result(batch, result)
+        if self.engine_metrics is not None and self.engine_metrics.due:
+            self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
+
+    def on_idle(self) -> None:
+        if self.engine_metrics is not None:  # first: SGLang's may sleep until the next request
+            self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
+        super().on_idle()
 
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()
@@ -155,3 +175,22 @@ class FathomScheduler(Scheduler):
                 "open_rows": len(allocator.memory.tables),
             }
         return state
+
+    def _kv_state(self) -> KvState:
+        """The KV pool as metrics have it: counts that are kept anyway, nothing is walked through."""
+        allocator, tree, ledger = self.token_to_kv_pool_allocator, self.tree_cache, self.tp_worker.ledger
+        if not isinstance(allocator, DepthAllocator):
+            size, spare = self.page_size, tree.evictable_size()
+            held = self.max_total_num_tokens - allocator.available_size() - spare
+            whole = held * ledger.kv_shape.bytes_per_token
+            return KvState([held // size], [spare // size], self.max_total_num_tokens // size, whole, whole)
+        pool = allocator.memory.pool
+        cached = tree.evictable_per_span if isinstance(tree, DepthRadixCache) else np.zeros_like(pool.in_use)
+        holding = ledger.holding.values()
+        return KvState(
+            (pool.in_use - cached).tolist(),
+            cached.tolist(),
+            pool.total,
+            sum(held.bytes for held in holding),
+            sum(held.dense for held in holding),
+        )

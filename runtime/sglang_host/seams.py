@@ -179,6 +179,36 @@ LEDGER: tuple[Seam, ...] = (
         "reports what runs, over HTTP",
         "recv_req",
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_metrics_reporter",
+        "override",
+        "creates our metrics once it is known whether this process has any",
+        "tp_rank pp_rank dp_rank",
+        reads_global("SchedulerMetricsReporter"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter.__post_init__",
+        "read",
+        "whether this process has metrics",
+        None,
+        reads_attributes("current_scheduler_metrics_enabled"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.process_batch_result",
+        "override",
+        "writes our metrics after a step",
+        "batch result",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.on_idle",
+        "override",
+        "writes our metrics when nothing is left to do",
+        "",
+    ),
     # --- the engine process: the step ---
     relies_on(
         SCHEDULER,

@@ -48,6 +48,7 @@ class FathomWorker(TpModelWorker):
     proposals: list[Proposal]
     _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
     _began: float  # of this step: time.perf_counter() in seconds
+    _draft_seconds: float  # of this step: what the draft took of it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,6 +60,7 @@ class FathomWorker(TpModelWorker):
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
             lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
+            lifetime.closed.append(self.ledger.let_go)
             if not self.lacks_slow_fast():
                 self.slow_fast = slow_fast.build(self.model_runner, self.tokenizer)
                 lifetime.closed.append(self.slow_fast.drop)
@@ -121,7 +123,7 @@ class FathomWorker(TpModelWorker):
 
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
         self._complete = {}
-        self._began = time.perf_counter()
+        self._began, self._draft_seconds = time.perf_counter(), 0.0
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
     def draft(self, batch: ScheduleBatch) -> None:
@@ -129,8 +131,10 @@ class FathomWorker(TpModelWorker):
         if self.draft_side is None:
             return
         if batch.forward_mode.is_extend():
-            self.draft_side.read_prefill(batch)
+            began = time.perf_counter()
+            reads = self.draft_side.read_prefill(batch)
             self.proposals = propose_ahead(batch, self.draft_side, self.tails)
+            self._draft_seconds = time.perf_counter() - began if reads else 0.0
         elif batch.forward_mode.is_decode():
             stretches = slow_fast.stretches(self.slow_fast, batch)
             self.proposals = propose(batch, self.draft_side, self.tails, stretches)
@@ -224,8 +228,10 @@ class FathomWorker(TpModelWorker):
         extends = batch.extend_lens if batch.forward_mode.is_extend() else [0] * len(accounts)
         decoding = set(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
         seconds = time.perf_counter() - self._began
+        if batch.forward_mode.is_extend():
+            self.ledger.prefill_took(self._draft_seconds, seconds - self._draft_seconds)
         for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
-            held = self._held(request)
+            held = self.ledger.holding[request.kv.req_pool_idx] = self._held(request)
             if batch.forward_mode.is_decode() or request in decoding:
                 self.ledger.decoded(account, held)
                 if outcome := self.outcomes.get(request):

@@ -77,6 +77,52 @@ def test_shallow_requests_fit_in_larger_numbers(roomy_server, policy, fit):
     idle(roomy_server)
 
 
+def kv_series(server):
+    """From /metrics: pages held and cached per span, of the pool, bytes held, and bytes that dense tokens hold."""
+    found = server.series("fathom:kv_")
+    held, cached = (
+        tuple(found[f'fathom:kv_pages{{span="{span + 1}",state="{state}"}}'] for span in range(LAYERS))
+        for state in ("held", "cached")
+    )
+    names = ("fathom:kv_pool_pages", "fathom:kv_held_bytes", "fathom:kv_dense_bytes")
+    return held, cached, *(found[name] for name in names)
+
+
+def test_metrics_have_what_each_span_holds(roomy_server):
+    """Of a prompt at half of the layers, the spans above hold two tokens; once it has ended, none holds any."""
+    roomy_server.flush()
+    tokens, seen = 400, set()
+    (prompt,) = random_prompts(1, LONG, seed=5)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, roomy_server, prompt, {"depth_cutoff": 2}, tokens)
+        while not answer.done():
+            seen.add(kv_series(roomy_server))
+            time.sleep(0.02)
+    size = pages(roomy_server)["page_bytes"]
+    total = pages(roomy_server)["total"]
+    running = set()
+    for generated in range(tokens):
+        low, high = -(-(LONG + generated) // PAGE), -(-(2 + generated) // PAGE)
+        held = (low, low, high, high)
+        running.add((held, (0,) * LAYERS, total, sum(held) * size, LAYERS * low * size))
+    assert seen & running, seen
+    assert answer.result().json()["meta_info"]["fathom"]["kv_bytes"] in {item[3] for item in running}
+
+    at_rest = idle(roomy_server)
+    wait_until(lambda: kv_series(roomy_server) == ((0,) * LAYERS, tuple(at_rest["per_span"]), total, 0, 0))
+    assert at_rest["per_span"][0] >= LONG // PAGE and at_rest["per_span"][2:] == [0, 0]
+    roomy_server.flush()
+    wait_until(lambda: kv_series(roomy_server) == ((0,) * LAYERS, (0,) * LAYERS, total, 0, 0))
+
+
+def wait_until(condition, seconds=10):
+    """Metrics are written a moment after the engine has come to rest."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_prompt_that_can_never_fit_is_refused_in_pages(pressed_server):
     (prompt,) = random_prompts(1, 5000, seed=1)
     refusal = generate(pressed_server, prompt, None, 4)

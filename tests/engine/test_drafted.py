@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -205,6 +206,34 @@ def test_the_first_output_may_be_a_burst(servers, target, kept_by):
         report = check(target, prompt, answer, kept_by(prompt, rate=0.95))
         assert len(answer["output_ids"]) == tokens
     assert (report["decode_steps"], report["longest_burst"]) == (0, 2)
+
+
+def prefill_seconds(server) -> tuple[float, float]:
+    """From /metrics: seconds of prefill by the draft and by the target, which are those of the engine's account."""
+    for _ in range(100):
+        found = server.series("fathom:prefill_seconds_total")
+        draft, target = (
+            found[f'fathom:prefill_seconds_total{{model="{name}"}}'] for name in ("draft", "target")
+        )
+        steps = idle(server)["steps"]
+        if (draft, target) == pytest.approx((steps["draft_prefill_seconds"], steps["prefill_seconds"])):
+            return draft, target
+        time.sleep(0.05)  # they are written a moment after the engine has come to rest
+    raise AssertionError((found, steps))
+
+
+def test_time_of_prefill_is_counted_for_each_model(servers):
+    """The draft reads the whole prompt and looks ahead; without it all the time is the target's."""
+    server, prompt = servers("whole"), make_prompt(21, 1500)
+    before = prefill_seconds(server)
+    ask(server, [make_prompt(22, 1500)], {}, 1)
+    dense = prefill_seconds(server)
+    assert dense[0] == before[0] and dense[1] - before[1] > 0.001
+    began = time.perf_counter()
+    ask(server, [prompt], KEEP, 1)
+    elapsed, drafted = time.perf_counter() - began, prefill_seconds(server)
+    draft, target = drafted[0] - dense[0], drafted[1] - dense[1]
+    assert draft > 0.001 and target > 0.001 and draft + target < elapsed
 
 
 def test_ends_are_found_inside_a_burst(servers, target):

@@ -34,6 +34,8 @@ def test_counters_add_up_and_the_report_closes_the_account():
         "accepted_tokens": 0,
         "fast_steps": 0,
         "scoring_seconds": 0,
+        "prefill_seconds": 0,
+        "draft_prefill_seconds": 0,
     }
     assert len(ledger) == 0
 

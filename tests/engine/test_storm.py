@@ -62,6 +62,21 @@ def storm(server, seeds) -> list[str]:
         return list(pool.map(lambda seed: one_request(server.url, seed), seeds))
 
 
+def assert_metrics_say_that_nothing_is_held(server):
+    deadline = time.monotonic() + 10
+    while True:
+        series = server.series("fathom:kv_")
+        holding = [name for name in series if 'state="held"' in name]
+        holding += ["fathom:kv_held_bytes", "fathom:kv_dense_bytes"]
+        if not (left := {name: series[name] for name in holding if series[name]}):
+            assert len(holding) > 2
+            return
+        assert time.monotonic() < deadline, (
+            left
+        )  # they are written a moment after the engine has come to rest
+        time.sleep(0.1)
+
+
 @pytest.mark.timeout(400)
 def test_a_storm_of_aborted_requests_leaves_nothing_behind(server):
     want_tokens, want_logprobs = ask(server, PROMPT)
@@ -76,6 +91,7 @@ def test_a_storm_of_aborted_requests_leaves_nothing_behind(server):
     assert engine["pid"] == process.pid
     assert process.memory_info().rss - memory < 64 << 20
     assert engine["open_accounts"] == 0
+    assert_metrics_say_that_nothing_is_held(server)
     tokens, logprobs = ask(server, PROMPT)
     assert tokens == want_tokens
     assert logprobs == pytest.approx(want_logprobs, abs=1e-4)
