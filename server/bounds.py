@@ -5,14 +5,15 @@ the vocabulary holds, would end the scheduler or the detokenizer, and with it ev
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgspec
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from fathom.server.middleware import MAX_GENERATIONS
+from fathom.server.middleware import INTERNAL_FIELDS, MAX_GENERATIONS
 
 MAX_TOP_LOGPROBS = 1024
 
@@ -24,13 +25,24 @@ UNTYPED = frozenset({"custom_params", "sampling_seed", "beam_width", "n"})
 
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 
+NOT_PLAIN = frozenset({"input_ids", "input_embeds", "sampling_params", "session_params", *INTERNAL_FIELDS})
+"""Members that reach the engine in another form than they came in, or that no client may have."""
 
-def check(obj: GenerateReqInput, vocabulary: int) -> None:
+PLAIN: dict[str, Any] = {"lora_path": str | None} | {
+    name: hint
+    for name, hint in get_type_hints(TokenizedGenerateReqInput).items()
+    if name in {item.name for item in fields(GenerateReqInput)} - NOT_PLAIN
+}
+"""What the engine's form of one request has in each member; in a batch of prompts it may be a list of these."""
+
+
+def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) -> None:
     """Refuse what the engine could not survive or would not understand.
 
     Args:
         obj: a request as it came from its route.
         vocabulary: token ids of the model.
+        labels: names that a request's own metric labels may have.
 
     Raises:
         ValueError: naming the field and what is legal.
@@ -38,12 +50,14 @@ def check(obj: GenerateReqInput, vocabulary: int) -> None:
     sampling = obj.sampling_params
     for params in sampling if isinstance(sampling, list) else [sampling]:
         check_sampling(params or {}, vocabulary)
+    _check_members(obj)
     _check_ids("input_ids", obj.input_ids, vocabulary)
     _check_ids("token_ids_logprob", obj.token_ids_logprob, vocabulary)
     _check_range("top_logprobs_num", obj.top_logprobs_num, 0, min(MAX_TOP_LOGPROBS, vocabulary))
     _check_range("logprob_start_len", obj.logprob_start_len, -1, INT32[1])
     _check_range("priority", obj.priority, *INT32)
     _check_range("max_thinking_tokens", obj.max_thinking_tokens, 0, INT32[1])
+    _check_labels(obj.custom_labels, labels)
 
 
 def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
@@ -60,13 +74,47 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
             raise ValueError(f"sampling_params.{name}: {str(error).partition(' - at')[0]}") from None
         if type(params[name]) is int:
             _check_range(name, params[name], *INT32)
-    for name in ("n", "beam_width"):
-        _check_range(name, params.get(name), 1, MAX_GENERATIONS)
-    _check_range("sampling_seed", params.get("sampling_seed"), *INT64)
+    for name, legal in (
+        ("n", (1, MAX_GENERATIONS)),
+        ("beam_width", (1, MAX_GENERATIONS)),
+        ("sampling_seed", INT64),
+    ):
+        _check_number(name, params.get(name), *legal)
     _check_range("stop_token_ids", list(params.get("stop_token_ids") or ()), *INT32)
-    _check_range("stream_interval", params.get("stream_interval"), 1, INT32[1])
+    _check_number("stream_interval", params.get("stream_interval"), 1, INT32[1])
     _check_bias(params.get("logit_bias"), vocabulary)
     _check_patterns(params.get("stop_regex"))
+
+
+def is_batch(obj: GenerateReqInput) -> bool:
+    """Whether the request brings several prompts."""
+    if obj.text is not None:
+        return isinstance(obj.text, list)
+    if obj.input_ids is not None:
+        return bool(obj.input_ids) and isinstance(obj.input_ids[0], list)
+    return bool(obj.input_embeds) and bool(obj.input_embeds[0]) and isinstance(obj.input_embeds[0][0], list)
+
+
+def _why_not(value: Any, kind: Any) -> str:
+    """Why a value is neither of this kind nor None; "" where it is."""
+    try:
+        msgspec.convert(value, kind | None)
+    except msgspec.ValidationError as error:
+        return str(error).partition(" - at")[0]
+    return ""
+
+
+def _check_members(obj: GenerateReqInput) -> None:
+    """A member with one value per prompt is a list only where there are several prompts."""
+    batch = is_batch(obj)
+    for name, kind in PLAIN.items():
+        value = getattr(obj, name)
+        each = batch and isinstance(value, list) and _why_not(value, kind) != ""
+        for entry in value if each else [value]:
+            if wrong := _why_not(entry, kind):
+                raise ValueError(f"{name}: {wrong}")
+            if type(entry) is int:
+                _check_number(name, entry, *INT64)
 
 
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
@@ -85,6 +133,15 @@ def _check_patterns(patterns: str | list[str] | None) -> None:
             raise ValueError(f"stop_regex {pattern[:40]!r} is not a regular expression: {error}") from None
 
 
+def _check_labels(given: dict[str, str] | None, legal: Collection[str]) -> None:
+    for name in given or ():
+        if name not in legal:
+            known = (
+                f"must be among {', '.join(sorted(legal))}" if legal else "are not configured on this server"
+            )
+            raise ValueError(f"custom_labels {known}, got {name[:40]!r}")
+
+
 def _check_ids(name: str, ids: Any, vocabulary: int) -> None:
     """Token ids, or one list of them per prompt."""
     for entry in ids or () if isinstance(ids, list) else ():
@@ -98,5 +155,9 @@ def _check_range(name: str, value: Any, low: int, high: int) -> None:
     """An integer, or one per prompt; None is the default."""
     values: Iterable[Any] = value if isinstance(value, list) else [value]
     for entry in values:
-        if entry is not None and (type(entry) is not int or not low <= entry <= high):
-            raise ValueError(f"{name} must be an integer in [{low}, {high}], got {str(entry)[:40]}")
+        _check_number(name, entry, low, high)
+
+
+def _check_number(name: str, value: Any, low: int, high: int) -> None:
+    if value is not None and (type(value) is not int or not low <= value <= high):
+        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {str(value)[:40]}")

@@ -149,6 +149,8 @@ def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any]:
     refuse_private(content)
     if path == GENERATE:
         refuse_internal(content)
+    if path == RESPONSES and content.get("input") == []:
+        raise RequestError(400, "input must not be empty", "input")
     refuse_count(content)
     if "fathom" not in content:
         return body, None

@@ -34,10 +34,13 @@ _UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'"
 class FathomTokenizerManager(TokenizerManager):
     """One per server. Every generation, by whichever route it came, leaves here with a policy."""
 
+    _custom_labels: frozenset[str] = frozenset()
+
     def __init__(self, server_args: Any, port_args: Any, face: Face):
         self.face = face
         self.request_metrics: RequestMetrics | None = None
         super().__init__(server_args, port_args)
+        self._custom_labels = frozenset(server_args.tokenizer_metrics_allowed_custom_labels or ())
         face.limits = replace(face.limits, layers=self.model_config.num_hidden_layers)
 
     def init_metric_collector_watchdog(self) -> None:
@@ -58,11 +61,12 @@ class FathomTokenizerManager(TokenizerManager):
         if isinstance(obj, GenerateReqInput):
             policy = context.policy if context else self.face.default
             try:
-                bounds.check(obj, self.model_config.vocab_size)
+                bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
             except ValueError:
                 # What SGLang does two seconds after the end of a stream needs a normalized request.
+                obj.sampling_params = {}  # may be what cannot be normalized
                 obj.normalize_batch_and_arguments()
                 raise
         stream = super().generate_request(obj, request)

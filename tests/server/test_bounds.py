@@ -27,6 +27,9 @@ ILLEGAL = [
     ({"n": 129}, "n must be an integer in [1, 128], got 129"),
     ({"n": True}, "n must be an integer in [1, 128], got True"),
     ({"beam_width": 10**9}, "beam_width must be an integer in [1, 128]"),
+    ({"beam_width": [2]}, "beam_width must be an integer in [1, 128], got [2]"),
+    ({"n": [2]}, "n must be an integer in [1, 128], got [2]"),
+    ({"sampling_seed": [1]}, "sampling_seed must be an integer in"),
     ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
@@ -59,11 +62,64 @@ def test_sampling_parameters(params, message):
         ("logprob_start_len", -2),
         ("priority", 2**40),
         ("max_thinking_tokens", -1),
+        ("return_hidden_states", []),
+        ("return_hidden_states", "first"),
+        ("return_logprob", [True]),
+        ("token_ids_logprob", [[1]]),
+        ("rid", ["a"]),
+        ("bootstrap_room", 2**70),
     ],
 )
 def test_fields_of_the_request(field, value):
+    prompt = {} if field == "input_ids" else {"text": "a"}
     with pytest.raises(ValueError, match=field):
-        bounds.check(GenerateReqInput(**{field: value}), VOCABULARY)
+        bounds.check(GenerateReqInput(**prompt, **{field: value}), VOCABULARY)
+
+
+def test_labels_for_metrics_are_those_that_the_operator_configured():
+    """Any other name would end SGLang's front end, and one of its own would make a series for each value."""
+    request = GenerateReqInput(text="a", custom_labels={"tenant": "b"})
+    with pytest.raises(ValueError, match="custom_labels are not configured on this server, got 'tenant'"):
+        bounds.check(request, VOCABULARY)
+    with pytest.raises(ValueError, match="custom_labels must be among team, user, got 'tenant'"):
+        bounds.check(request, VOCABULARY, {"user", "team"})
+    bounds.check(request, VOCABULARY, {"tenant"})
+    bounds.check(GenerateReqInput(text="a", custom_labels={}), VOCABULARY)
+
+
+def test_several_prompts_may_have_a_value_each():
+    request = GenerateReqInput(
+        text=["a", "b"],
+        rid=["x", "y"],
+        return_logprob=[True, False],
+        token_ids_logprob=[[1], [2]],
+        return_hidden_states=["last", False],
+        custom_logit_processor=[None, "x"],
+    )
+    bounds.check(request, VOCABULARY)
+    request.return_hidden_states = ["last", "first"]
+    with pytest.raises(ValueError, match="return_hidden_states: Invalid enum value 'first'"):
+        bounds.check(request, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("member", "several"),
+    [
+        ({"text": "a"}, False),
+        ({"text": ["a"]}, True),
+        ({"input_ids": [1, 2]}, False),
+        ({"input_ids": [[1], [2]]}, True),
+        ({"input_embeds": [[0.5]]}, False),
+        ({"input_embeds": [[[0.5]]]}, True),
+        ({}, False),
+    ],
+)
+def test_a_batch_is_what_sglang_takes_for_one(member, several):
+    request = GenerateReqInput(**member)
+    assert bounds.is_batch(request) == several
+    if member:
+        request.normalize_batch_and_arguments()
+        assert request.is_single == (not several)
 
 
 def test_ordinary_requests_pass():

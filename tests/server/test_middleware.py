@@ -189,6 +189,11 @@ def test_no_generation_or_too_many_are_refused(path, body, client):
     assert "n must be an integer in [1, 128], got " in message_of(path, reply.json)
 
 
+def test_an_empty_conversation_is_refused(client):
+    reply = client((0, b"{}")).call("/v1/responses", {"input": []})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "input")
+
+
 @pytest.mark.parametrize(
     ("body", "name"),
     [

@@ -222,12 +222,24 @@ def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
     assert manager.rid_to_state.keys() == {"b"}
 
 
-def test_a_refused_stream_can_be_cleaned_up(manager):
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (LOGPROBS, "cannot be had under a policy that drops prompt tokens"),
+        ({"sampling_params": {"beam_width": {"x": 1}}}, "beam_width must be an integer in"),
+        ({"sampling_params": {"n": {"x": 1}}}, "n must be an integer in"),
+        ({"custom_labels": {"tenant": "a"}}, "custom_labels are not configured on this server"),
+    ],
+)
+def test_a_refused_stream_can_be_cleaned_up(manager, asked, message):
     """SGLang's task after a stream asks whether the request was single; if that fails, the connection is closed
     under whatever request is on it by then."""
     manager.face = Face(asked={"depth_cutoff": 4})
     manager.model_config = SimpleNamespace(vocab_size=100)
-    obj = GenerateReqInput(text="a", return_logprob=True, logprob_start_len=0, stream=True)
-    with pytest.raises(ValueError, match="cannot be had under a policy that drops prompt tokens"):
+    obj = GenerateReqInput(text="a", stream=True, **asked)
+    with pytest.raises(ValueError, match=message):
         asyncio.run(anext(manager.generate_request(obj)))
     assert obj.is_single and obj.rid
