@@ -43,8 +43,10 @@ $(TEST_STAMP): $(STAMP) requirements/test.lock
 serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
-watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve`
-	prometheus --config.file=docker/prometheus.local.yaml --storage.tsdb.path=.bench/prometheus \
+watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve` on PORT
+	@mkdir -p .bench
+	sed 's/:30000/:$(PORT)/' docker/prometheus.local.yaml > .bench/prometheus.yaml
+	prometheus --config.file=.bench/prometheus.yaml --storage.tsdb.path=.bench/prometheus \
 	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
 test: $(TEST_STAMP)  ## run all tests
