@@ -90,6 +90,12 @@ class FathomTokenizerManager(TokenizerManager):
         finally:
             await stream.aclose()
 
+    def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: Any) -> None:
+        super()._validate_one_request(obj, input_ids)
+        no_tokens = input_ids is not None and len(input_ids) == 0
+        if no_tokens and isinstance(obj, GenerateReqInput) and obj.input_embeds is None:
+            raise ValueError("the prompt must have at least one token")
+
     def _drop_placeholders(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         """Forget the states that stand for n > 1 generations until each gets its own.
 

@@ -33,7 +33,7 @@ def propagated_count(rate: float, window: int, entered: int, anchored: bool) -> 
 
 def propagation_step(config: FastKVConfig, entered: int, anchored: bool) -> Step | None:
     """The step for a prompt of which ``entered`` tokens enter the model; None where all of them go on."""
-    if config.tsp_layer is None or config.tsp_rate == 1:
+    if config.tsp_layer is None or config.tsp_rate == 1 or entered == 0:
         return None
     rate, window = config.tsp_rate, config.window
     kept = propagated_count(rate, window, entered, anchored)
@@ -44,7 +44,9 @@ def propagation_step(config: FastKVConfig, entered: int, anchored: bool) -> Step
 
 def retention(config: FastKVConfig, entered: int) -> Retention | None:
     """What is kept of a prompt of which ``entered`` tokens enter the model; None where all of it is."""
+    if config.retention_rate == 1 or entered == 0:
+        return None
     budget = Sizes(entered, entered, config.window).budget(config.retention_rate)
-    if config.retention_rate == 1 or budget >= entered:
+    if budget >= entered:
         return None
     return Retention(config.retention_rate, budget, config.window, config.pool, config.retention_policy)

@@ -36,7 +36,8 @@ def test_counts_of_a_plan():
 
 def test_what_drops_nothing_is_no_step():
     config = config_of(POLICY, 8)
-    assert propagation_step(config, 8, False) is None and retention(config, 8) is None
+    for few in (0, 8):
+        assert propagation_step(config, few, False) is None and retention(config, few) is None
     assert propagation_step(config, 9, True) is None and propagation_step(config, 9, False).kept == 8
     neutral = config_of(POLICY | {"tsp_rate": 1.0, "kv_retention_rate": 1.0}, 8)
     assert propagation_step(neutral, 500, False) is None and retention(neutral, 500) is None

@@ -352,6 +352,8 @@ ONCE_FATAL = [
     (GENERATE, {"return_hidden_states": []}, "return_hidden_states: Expected"),
     (GENERATE, {"sampling_params": {"beam_width": {"x": 1}}}, "beam_width must be an integer in [1, 128]"),
     (RESPONSES, {"input": []}, "input must not be empty"),
+    (GENERATE, {"input_ids": [], "text": None}, "the prompt must have at least one token"),
+    (GENERATE, {"input_ids": [[5], []], "text": None}, "the prompt must have at least one token"),
 ]
 """What ended the server for everybody, or was answered with status 500."""
 
