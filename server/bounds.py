@@ -86,13 +86,17 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     _check_patterns(params.get("stop_regex"))
 
 
-def is_batch(obj: GenerateReqInput) -> bool:
-    """Whether the request brings several prompts."""
+def prompts_of(obj: GenerateReqInput) -> int | None:
+    """How many prompts a batch has; None for a prompt that is by itself."""
     if obj.text is not None:
-        return isinstance(obj.text, list)
-    if obj.input_ids is not None:
-        return bool(obj.input_ids) and isinstance(obj.input_ids[0], list)
-    return bool(obj.input_embeds) and bool(obj.input_embeds[0]) and isinstance(obj.input_embeds[0][0], list)
+        return len(obj.text) if isinstance(obj.text, list) else None
+    given, nested = obj.input_ids, 1
+    if given is None:
+        given, nested = obj.input_embeds, 2
+    inner = given
+    for _ in range(nested):
+        inner = inner[0] if inner else None
+    return len(given) if isinstance(inner, list) else None
 
 
 def _why_not(value: Any, kind: Any) -> str:
@@ -106,10 +110,14 @@ def _why_not(value: Any, kind: Any) -> str:
 
 def _check_members(obj: GenerateReqInput) -> None:
     """A member with one value per prompt is a list only where there are several prompts."""
-    batch = is_batch(obj)
+    prompts = prompts_of(obj)
+    if isinstance(obj.sampling_params, list) and len(obj.sampling_params) != prompts:
+        raise ValueError("sampling_params must be an object, or a list of one for each prompt of several")
     for name, kind in PLAIN.items():
         value = getattr(obj, name)
-        each = batch and isinstance(value, list) and _why_not(value, kind) != ""
+        each = prompts is not None and isinstance(value, list) and _why_not(value, kind) != ""
+        if each and len(value) != prompts:
+            raise ValueError(f"{name} must have one value for each of {prompts} prompts, got {len(value)}")
         for entry in value if each else [value]:
             if wrong := _why_not(entry, kind):
                 raise ValueError(f"{name}: {wrong}")

@@ -105,21 +105,36 @@ def test_several_prompts_may_have_a_value_each():
 @pytest.mark.parametrize(
     ("member", "several"),
     [
-        ({"text": "a"}, False),
-        ({"text": ["a"]}, True),
-        ({"input_ids": [1, 2]}, False),
-        ({"input_ids": [[1], [2]]}, True),
-        ({"input_embeds": [[0.5]]}, False),
-        ({"input_embeds": [[[0.5]]]}, True),
-        ({}, False),
+        ({"text": "a"}, None),
+        ({"text": ["a"]}, 1),
+        ({"input_ids": [1, 2]}, None),
+        ({"input_ids": [[1], [2]]}, 2),
+        ({"input_embeds": [[0.5]]}, None),
+        ({"input_embeds": [[[0.5]]]}, 1),
+        ({}, None),
     ],
 )
 def test_a_batch_is_what_sglang_takes_for_one(member, several):
     request = GenerateReqInput(**member)
-    assert bounds.is_batch(request) == several
+    assert bounds.prompts_of(request) == several
     if member:
         request.normalize_batch_and_arguments()
-        assert request.is_single == (not several)
+        assert (None if request.is_single else request.batch_size) == several
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"text": "a", "sampling_params": []},
+        {"text": "a", "sampling_params": [{}]},
+        {"text": ["a", "b"], "sampling_params": [{}]},
+        {"text": ["a", "b"], "return_logprob": [True]},
+        {"text": ["a", "b"], "rid": ["x", "y", "z"]},
+    ],
+)
+def test_a_list_has_one_value_per_prompt(asked):
+    with pytest.raises(ValueError, match=r"one (value )?for each"):
+        bounds.check(GenerateReqInput(**asked), VOCABULARY)
 
 
 def test_ordinary_requests_pass():
