@@ -353,7 +353,7 @@ ONCE_FATAL = [
     (GENERATE, {"sampling_params": {"beam_width": {"x": 1}}}, "beam_width must be an integer in [1, 128]"),
     (GENERATE, {"sampling_params": []}, "sampling_params must be an object"),
     (RESPONSES, {"input": []}, "input must not be empty"),
-    (GENERATE, {"input_ids": [], "text": None}, "the prompt must have at least one token"),
+    (GENERATE, {"input_ids": []}, "the prompt must have at least one token"),
     (GENERATE, {"input_ids": [[5], []], "text": None}, "the prompt must have at least one token"),
 ]
 """What ended the server for everybody, or was answered with status 500."""
