@@ -115,14 +115,6 @@ def test_metrics_have_what_each_span_holds(roomy_server):
     wait_until(lambda: kv_series(roomy_server) == ((0,) * LAYERS, (0,) * LAYERS, total, 0, 0))
 
 
-def wait_until(condition, seconds=10):
-    """Metrics are written a moment after the engine has come to rest."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_prompt_that_can_never_fit_is_refused_in_pages(pressed_server):
     (prompt,) = random_prompts(1, 5000, seed=1)
     refusal = generate(pressed_server, prompt, None, 4)

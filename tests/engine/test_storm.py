@@ -63,18 +63,15 @@ def storm(server, seeds) -> list[str]:
 
 
 def assert_metrics_say_that_nothing_is_held(server):
-    deadline = time.monotonic() + 10
-    while True:
+    """They are written a moment after the engine has come to rest."""
+
+    def left() -> dict[str, float]:
         series = server.series("fathom:kv_")
         holding = [name for name in series if 'state="held"' in name]
-        holding += ["fathom:kv_held_bytes", "fathom:kv_dense_bytes"]
-        if not (left := {name: series[name] for name in holding if series[name]}):
-            assert len(holding) > 2
-            return
-        assert time.monotonic() < deadline, (
-            left
-        )  # they are written a moment after the engine has come to rest
-        time.sleep(0.1)
+        assert len(holding) > 1
+        return {name: series[name] for name in (*holding, "fathom:kv_held_bytes", "fathom:kv_dense_bytes")}
+
+    wait_until(lambda: not any(left().values()), 10, left)
 
 
 @pytest.mark.timeout(400)
