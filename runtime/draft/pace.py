@@ -6,7 +6,7 @@ EXPECTED = 0.8
 """The acceptance that a request begins with; one token's worth of evidence."""
 MEMORY = 0.9
 """What earlier evidence still counts for after one more token."""
-FIRST_REST = 8
+FIRST_REST = 16
 LONGEST_REST = 32
 
 
@@ -26,8 +26,9 @@ def speedup(acceptance: float, width: int, cost: float) -> float:
 class Pace:
     """The width with the greatest expected speed-up; where that is none, the request rests.
 
-    While it rests the draft reads nothing until :attr:`patience` tokens have piled up. It then reads them in one
-    pass, which shows how many of them it would have foreseen; each look that changes nothing doubles the rest.
+    No request rests before it has drafted: what the draft would have said is a hint, and one hint is little. While
+    it rests the draft reads nothing until :attr:`patience` tokens have piled up. It then reads them in one pass,
+    which shows how many of them it would have foreseen; each look that changes nothing doubles the rest.
 
     Attributes:
         most: tokens to draft at most.
@@ -39,6 +40,7 @@ class Pace:
     cost: float
     stood: float = EXPECTED
     tried: float = 1.0
+    _began: bool = False
     _rest: int = 0
 
     @property
@@ -56,14 +58,14 @@ class Pace:
         if self._rest:
             return 0
         # Where a wider draft gains nothing, the narrower one.
-        return max(
-            range(self.most + 1), key=lambda width: (speedup(self.acceptance, width, self.cost), -width)
-        )
+        widths = range(0 if self._began else 1, self.most + 1)
+        return max(widths, key=lambda width: (speedup(self.acceptance, width, self.cost), -width))
 
     def record(self, proposed: int, accepted: int) -> None:
         """What became of a draft: the tokens that stood, and the first that did not."""
         assert 0 <= accepted <= proposed
         if proposed:
+            self._began = True
             self.learn(accepted, min(accepted + 1, proposed))
 
     def learn(self, stood: float, tried: float) -> None:

@@ -5,6 +5,7 @@ prefix cache hold. So what the target's prefix cache keeps or frees, the draft's
 depth pages stand behind those slots for the target.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from fathom.kernels.window_scores import pooled_max_scores, window_of
+from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
@@ -145,11 +147,13 @@ class DraftModel:
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
 
     def step_cost(self) -> float:
-        """A decode step's time as a share of the target's, by the layers and the weights that each goes through."""
-        target = self.target_runner
-        layers = [runner.model_config.num_hidden_layers for runner in (self.runner, target)]
-        weights = [sum(p.nbytes for p in runner.model.parameters()) for runner in (self.runner, target)]
-        return min(max(layers[0] / layers[1], weights[0] / weights[1]), 1.0)
+        """A decode step's time as a share of the target's: by their layers, or by the bytes of their weights."""
+        configs = [runner.model_config for runner in (self.runner, self.target_runner)]
+        shares = [configs[0].num_hidden_layers / configs[1].num_hidden_layers]
+        with contextlib.suppress(ValueError, KeyError):  # not every architecture's weights can be counted
+            shapes = [ModelShape.from_config(config.hf_config.to_dict()) for config in configs]
+            shares.append(shapes[0].step_weight_bytes / shapes[1].step_weight_bytes)
+        return min(max(shares), 1.0)
 
     def read(
         self, reads: Sequence[Read], capture: Captured | None = None, every: bool = False

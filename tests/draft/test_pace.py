@@ -51,7 +51,11 @@ def test_a_draft_that_always_stands_is_used_to_the_full(cost):
 )
 def test_no_width_is_better_than_the_chosen_one(acceptance, cost, most):
     """The speed-up of every width, token by token: 1 + a + a^2 + ... for 1 + width * cost."""
-    chosen = Pace(most, cost, stood=acceptance).width()
+    pace = Pace(most, cost)
+    assert pace.width() > 0
+    pace.record(1, 0)
+    pace.stood, pace.tried, pace._rest = acceptance, 1.0, 0
+    chosen = pace.width()
     assert 0 <= chosen <= most
     for width in range(most + 1):
         expected, stands = 1.0, 1.0
@@ -70,11 +74,13 @@ def test_a_draft_that_never_stands_costs_a_few_steps_and_then_a_look_in_a_while(
     assert time <= 1000 + 1.5 + 1000 / LONGEST_REST * cost
 
 
-def test_the_first_token_decides_for_a_draft_of_half_the_cost():
+def test_one_token_is_tried_and_then_only_looked_back_at():
     pace = Pace(4, 0.5)
     pace.learn(0, 1)
-    assert pace.width() == 0 and pace.patience == 8
-    for patience in (16, 32, 32):
+    assert pace.width() == 1 and pace.patience is None
+    pace.record(1, 0)
+    assert pace.width() == 0 and pace.patience == 16
+    for patience in (32, 32):
         pace.learn(0, pace.patience)
         assert pace.patience == patience
 
