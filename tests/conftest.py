@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from fathom.runtime.sglang_host import torchvision_ops
 
@@ -24,6 +25,11 @@ torchvision_ops.declare()  # transformers imports torchvision too
 
 # A shell starts background commands with Ctrl-C ignored, and children inherit that; ours are to be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, however busy the machine is. To look for others:
+# make test ARGS="tests/runtime --hypothesis-profile=default --hypothesis-seed=random"
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
