@@ -38,7 +38,7 @@ STUDIES: dict[str, list[str]] = {
     ],
     "drafting": [
         "--variants", "fathom", "--model", "demo/models/target", "--draft", "demo/models/draft",
-        "--prompts", "1k,4k", "--batches", "1", "--output", "96", "--rounds", "12", "--warmups", "2",
+        "--prompts", "1k,4k", "--batches", "1", "--output", "96", "--rounds", "24", "--warmups", "2",
         "--policy", f"drafting={DRAFTED}", "--poor-draft", f"poor-draft={DRAFTED}", "--name", "drafting",
     ],
     "all": [
