@@ -84,6 +84,7 @@ def launch(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
+    from fathom.runtime.sglang_host import forking
     from fathom.server import children
     from fathom.server.drain import ServingTokenizerManager
 
@@ -101,6 +102,7 @@ def launch(
         on_ready(http_server.get_global_state().scheduler_info)
 
     protect.install()
+    forking.install()
     configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
     try:
         http_server.launch_server(

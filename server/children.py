@@ -8,6 +8,9 @@ from fathom.server import quiet
 
 
 def _prepare(server_args: Any) -> None:
+    # A fork has the HTTP process's handlers.
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     # A terminal sends Ctrl-C to every process; the HTTP process stops the others when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if server_args.log_level == "warning":

@@ -67,6 +67,13 @@ LEDGER: tuple[Seam, ...] = (
         "serves the module's application object and publishes the scheduler's own report",
         check=lambda f: {"app", "set_global_state"} <= set(f.__code__.co_names),
     ),
+    *(
+        relies_on(SERVER, f"entrypoints.engine:{function}", "replace", why, check=reads_global("mp"))
+        for function, why in (
+            ("_set_envs_and_config", "asks the module's `mp`, ours, for a start method"),
+            ("Engine._launch_scheduler_processes", "its processes and pipes are those of `mp`"),
+        )
+    ),
     relies_on(
         SERVER,
         "entrypoints.engine:init_tokenizer_manager",

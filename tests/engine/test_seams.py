@@ -3,10 +3,14 @@
 import subprocess
 import sys
 import textwrap
+import threading
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from fathom.runtime.sglang_host import seams
+from fathom.runtime.sglang_host import forking, seams
+from fathom.runtime.sglang_host.platform import FathomCpuPlatform
 
 
 @pytest.mark.parametrize("seam", seams.LEDGER, ids=lambda seam: seam.target.split(":")[-1])
@@ -68,7 +72,7 @@ BREAK_CHILD = """
 @pytest.mark.parametrize(
     ("module", "damage", "names"),
     [
-        # The file is the main module, which every spawned process imports again: the damage is in all of them.
+        # The file is the main module, which every other process begins with: the damage is in all of them.
         (
             "sglang.srt.managers.scheduler",
             "del module.Scheduler.init_tp_model_worker",
@@ -102,6 +106,31 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("platform", "others", "method"),
+    [(FathomCpuPlatform(), False, "fork"), (FathomCpuPlatform(), True, "spawn"), (object(), False, "spawn")],
+)
+def test_processes_are_forked_where_that_is_safe(monkeypatch, platform, others, method):
+    asked, end = [], threading.Event()
+    monkeypatch.setattr(forking, "current_platform", platform)
+    monkeypatch.setattr(threading, "_active", {threading.get_ident(): threading.current_thread()})
+    stock = SimpleNamespace(set_start_method=lambda *given: asked.append(given), Pipe="a pipe")
+    thread = threading.Thread(target=end.wait)
+    if others:
+        thread.start()
+    mp = forking.Forking(stock)
+    mp.set_start_method("spawn", force=True)
+    end.set()
+    assert asked == [(method, True)] and mp.Pipe == "a pipe"
+
+
+def test_the_engines_processes_are_copies_of_the_server(server):
+    """Of one that was spawned, the resource tracker that its pipes need would be a child too."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(children) == 2
+    assert {"sglang::scheduler", "sglang::detokenizer"} == {child.cmdline()[0].strip() for child in children}
 
 
 def test_the_engine_process_says_what_it_runs(server):
