@@ -104,17 +104,17 @@ def _fastkv() -> Iterable[Point]:
 SFI_CONTEXT = 2048
 SFI_BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2)
 SFI_RULES = {"SFI": "fused", "frozen": "frozen", "random": "random", "sink + recent": "none"}
-SINK, RECENT, CHOSEN = 4, 256, 2048
-"""The server's defaults (SFI, section 5.1)."""
+SINK = 4
+"""The server's default."""
 
 
 def sfi_reading(budget: float, rule: str) -> dict[str, Any]:
-    """A fast step that reads this share of the prompt, with recent tokens in the server's proportion.
+    """A fast step that reads this share of the prompt: the sink, a quarter of recent tokens, the rest chosen.
 
     Without a choice all but the sink are recent tokens.
     """
     total = round(budget * SFI_CONTEXT)
-    recent = total - SINK if rule == "none" else max(8, total * RECENT // (SINK + RECENT + CHOSEN))
+    recent = total - SINK if rule == "none" else max(8, total // 4)
     chosen = {} if rule == "none" else {"sfi_budget": total - SINK - recent}
     return {"decode": "slow_fast", "sfi_selection": rule, "sfi_window": recent} | chosen
 
