@@ -8,17 +8,20 @@ TOP = 40
 TOLERANCE = 1e-4
 
 
-def ask(server, prompt, policy, new_tokens=NEW_TOKENS, **sampling):
-    """The answer of ``/generate`` to a prompt of token ids; ``policy``: the `fathom` object, or None for none."""
+def body_of(prompt, policy, new_tokens=NEW_TOKENS, **sampling):
+    """Of ``/generate``, for a prompt of token ids or a list of them; ``policy``: the `fathom` object, or None."""
     body = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling},
         "return_logprob": True,
         "top_logprobs_num": TOP,
     }
-    if policy is not None:
-        body["fathom"] = policy
-    response = server.client.post("/generate", json=body)
+    return body if policy is None else body | {"fathom": policy}
+
+
+def ask(server, *given, **sampling):
+    """The answer, or the list of answers; arguments as of :func:`body_of`."""
+    response = server.client.post("/generate", json=body_of(*given, **sampling))
     assert response.status_code == 200, response.text
     return response.json()
 

@@ -12,14 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import greedy
 import pytest
 import torch
+from greedy import TOLERANCE, TOP
 from noisy import draft_flags
 from oracles import drafted, narrowed_model
 
-TOLERANCE = 1e-4
 NEW_TOKENS = 14
-TOP = 40
 RATE = 0.3
 KEEP = {"prefill_keep_rate": RATE, "min_prompt_tokens": 64}
 MOST = KEEP | {"prefill_keep_rate": 0.9}
@@ -83,16 +83,7 @@ def make_prompt(seed: int, length: int) -> list[int]:
 
 
 def ask(server, prompts, policy, tokens=NEW_TOKENS, **sampling):
-    body = {
-        "input_ids": prompts,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **sampling},
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-        "fathom": policy,
-    }
-    response = server.client.post("/generate", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return greedy.ask(server, prompts, policy, tokens, **sampling)
 
 
 def check(target, prompt, answer, entered, cutoff="full"):

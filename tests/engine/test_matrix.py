@@ -13,8 +13,10 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import greedy
 import pytest
 import torch
+from greedy import TOLERANCE, TOP
 from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted, sfi
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -22,7 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from fathom.runtime.sfi.trigger import trigger_ids
 from fathom.server import cli
 
-TOLERANCE, TOP, NEW_TOKENS = 1e-4, 40, 16
+NEW_TOKENS = 16
 LAYERS, TSP, CUTOFF = 4, 2, 3
 TOKEN_BYTES = 2 * 2 * 32 * 4  # (keys, values) x KV heads x head_dim x float32, per layer
 MECHANISMS = {
@@ -91,25 +93,13 @@ def documents():
     return [make_prompt(number, 66 + 19 * (number % 6)) for number in range(len(COMBINATIONS))]
 
 
-def body_of(prompt, combination, tokens=NEW_TOKENS):
-    return {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-        "fathom": policy_of(combination),
-    }
-
-
 def ask(server, prompt, combination):
-    response = server.client.post("/generate", json=body_of(prompt, combination))
-    assert response.status_code == 200, response.text
-    return response.json()
+    return greedy.ask(server, prompt, policy_of(combination), NEW_TOKENS)
 
 
 def drop(server, prompt, combination, events):
     """Stream an answer and leave after some events: during the prompt's chunks, or while it is decoded."""
-    body = body_of(prompt, combination, 500) | {"stream": True}
+    body = greedy.body_of(prompt, policy_of(combination), 500) | {"stream": True}
     with server.client.stream("POST", "/generate", json=body) as stream:
         for count, _ in enumerate(stream.iter_lines()):
             if count >= events:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from greedy import TOLERANCE, ask
 from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted
 from oracles import sfi as oracle
@@ -19,8 +20,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
 
-TOLERANCE = 1e-4
-TOP = 40
 SLOW_FAST = {"decode": "slow_fast"}
 DRAFT = {"speculative": True}
 FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
@@ -92,21 +91,6 @@ def expected(model, triggers, draft):
 def prompts(lengths, seed=1):
     rng = random.Random(seed)
     return [[rng.randrange(6, 2000) for _ in range(n)] for n in lengths]
-
-
-def ask(server, prompt, policy, new_tokens):
-    """One answer, or the list of answers to a list of prompts."""
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        "return_logprob": True,
-        "top_logprobs_num": TOP,
-    }
-    if policy is not None:
-        body["fathom"] = policy
-    response = server.client.post("/generate", json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def check(expected, prompt, policy, answer):
