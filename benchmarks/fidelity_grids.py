@@ -101,20 +101,24 @@ def _fastkv() -> Iterable[Point]:
 
 # --- SFI: what a fast step reads, as a share of the prompt, and who chooses it ---
 
-SFI_CONTEXT = 2048
+SFI_CONTEXT = 720
 SFI_BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2)
 SFI_RULES = {"SFI": "fused", "frozen": "frozen", "random": "random", "sink + recent": "none"}
 SINK = 4
 """The server's default."""
+RECENT = 96
+"""Enough for the question to stay in sight until the longest answer ends."""
+FEWEST = 4
+"""Chosen entries of a budget that has no room for as many recent tokens."""
 
 
 def sfi_reading(budget: float, rule: str) -> dict[str, Any]:
-    """A fast step that reads this share of the prompt: the sink, a quarter of recent tokens, the rest chosen.
+    """A fast step that reads this share of the prompt: the sink, recent tokens, the rest chosen.
 
     Without a choice all but the sink are recent tokens.
     """
     total = round(budget * SFI_CONTEXT)
-    recent = total - SINK if rule == "none" else max(8, total // 4)
+    recent = total - SINK if rule == "none" else max(1, min(RECENT, total - SINK - FEWEST))
     chosen = {} if rule == "none" else {"sfi_budget": total - SINK - recent}
     return {"decode": "slow_fast", "sfi_selection": rule, "sfi_window": recent} | chosen
 
@@ -145,7 +149,7 @@ GRIDS = {
         tuple(_sfi()),
         ("list",),
         (SFI_CONTEXT,),
-        24,
+        48,
         "lines",
         ("share of the prompt that a fast step reads (%)",),
     ),
