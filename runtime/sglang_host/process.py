@@ -52,7 +52,7 @@ def install(
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
 
-        register_attention_backend("torch_native")(_cpu_backend)
+        register_attention_backend("torch_native")(attention_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
         slow_fast.SETTINGS.options = sfi or SfiOptions()
@@ -61,11 +61,17 @@ def install(
         cpu_ops.register()
 
 
-def _cpu_backend(model_runner: Any) -> Any:
-    """The attention backend of the target, or of the draft."""
-    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
-    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend
+def attention_backend(model_runner: Any) -> Any:
+    """The attention backend of the target, or of the draft; on Triton where its kernels run."""
+    import torch
 
+    from fathom.kernels.dispatch import INTERPRETED
+    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend, TritonDraftBackend
+    from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+
+    if INTERPRETED or torch.device(model_runner.device).type == "cuda":
+        return (TritonDraftBackend if model_runner.is_draft_worker else TritonAttentionBackend)(model_runner)
     return (DraftAttentionBackend if model_runner.is_draft_worker else CpuAttentionBackend)(model_runner)
 
 

@@ -204,7 +204,7 @@ class FathomWorker(TpModelWorker):
         if self.draft_side is None or not is_judged(request):
             return None
         selection = self.draft_side.state(request).selection
-        return None if selection is None else selection.tokens.numpy()
+        return None if selection is None else selection.tokens.cpu().numpy()
 
     def _settle(self, batch: ScheduleBatch, step: CompressionStep) -> None:
         """Prompts whose kept entries are in place hold nothing else from here on."""
