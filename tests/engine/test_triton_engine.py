@@ -3,6 +3,8 @@ every mechanism alone and all at once, against one oracle with explicit masks, t
 
 import random
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ FLAGS = (
     *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
     *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
+    *("--gpu-depth-pages", "--device", "hostgpu"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
 )
 
@@ -50,8 +53,10 @@ def models(tiny_model, triggers, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(start_server, models):
-    return start_server(models[0], *FLAGS, *draft_flags(models[1]), env={"TRITON_INTERPRET": "1"})
+def server(start_process, models):
+    script = Path(__file__).with_name("nominal_gpu.py")
+    command = [sys.executable, str(script), "serve", str(models[0]), *FLAGS, *draft_flags(models[1])]
+    return start_process(command, {"TRITON_INTERPRET": "1"})
 
 
 @pytest.fixture(scope="module")
