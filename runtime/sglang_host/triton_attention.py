@@ -42,7 +42,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         # Where prefixes are shared, the tables of a step may name more entries than there are slots.
         spans = getattr(self.kv_pool, "spans", 1)
         self.tables = DeviceTables(spans, rows, max(self.kv_pool.size, self.longest), rows, device)
-        self.processors = 2
+        self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -1,8 +1,9 @@
-"""``fathom`` on a GPU in name only: a device whose tensors lie in the host's memory and may not be mixed with its own.
+"""``fathom`` on a GPU in name only: a device whose tensors lie in the host's memory but do not mix with its own.
 
 Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device ``hostgpu`` are wrappers: their
-operations run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has to be
-copied before NumPy may see it. Whatever would run on streams runs in order. Engine processes begin with this file.
+operations run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has
+to be copied before NumPy may see it. Whatever would run on streams runs in order. Engine processes begin with this
+file.
 """
 
 import contextlib

@@ -1,9 +1,13 @@
-"""The whole engine on the attention backend for GPUs, its Triton kernels run by Triton's interpreter, in float32:
-every mechanism alone and all at once, against one oracle with explicit masks, to 1e-4."""
+"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter, in float32.
+
+Every mechanism alone and all together, in common batches, against one oracle with explicit masks: same greedy
+tokens, log-probabilities to 1e-4.
+"""
 
 import random
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,16 +19,20 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
 
-NEW_TOKENS, TSP = 7, 2
+NEW_TOKENS, TSP, LOOKAHEAD = 5, 2, 3
 MECHANISMS = {
     "dense": {},
     "SPEED": {"depth_cutoff": 3},
-    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64},
+    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": LOOKAHEAD},
     "FastKV": {"tsp_rate": 0.4, "kv_retention_rate": 0.3},
     "SFI": {"decode": "slow_fast"},
     "drafting": {"speculative": True},
 }
-EVERYTHING = {name: value for policy in MECHANISMS.values() for name, value in policy.items()}
+POLICIES = MECHANISMS | {
+    "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
+    "retention of the last": {"kv_retention_rate": 0.3, "retention_policy": "streaming"},
+    "selection at random": {"decode": "slow_fast", "sfi_selection": "random"},
+}
 SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
 FLAGS = (
     *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
@@ -67,21 +75,33 @@ def expected(models, triggers):
 
     def generate(prompt, policy):
         told = combined.of_policy(
-            policy, prompt, TSP, lambda rate: draft.kept(prompt, rate), SETTINGS, triggers
+            policy, prompt, TSP, lambda rate: draft.kept(prompt, rate, steps=LOOKAHEAD), SETTINGS, triggers
         )
         return combined.generate(model, prompt, NEW_TOKENS, *told)
 
     return generate
 
 
-def prompt_of(length):
-    rng = random.Random(length)
-    return [rng.randrange(6, 2000) for _ in range(length)]
+def prompt_of(name):
+    rng = random.Random(name)
+    return [rng.randrange(6, 2000) for _ in range(69)]
 
 
-def check(expected, prompt, policy, answer):
-    want, meta = expected(prompt, policy), answer["meta_info"]
-    assert answer["output_ids"] == want.tokens, policy
+def ask_all(server, names):
+    """All at once, so that they meet in the engine's batches."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = pool.map(lambda name: ask(server, prompt_of(name), POLICIES[name], NEW_TOKENS), names)
+        return dict(zip(names, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def answers(server):
+    return ask_all(server, list(POLICIES))
+
+
+def check(expected, name, answer):
+    want, meta = expected(prompt_of(name), POLICIES[name]), answer["meta_info"]
+    assert answer["output_ids"] == want.tokens
     for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
         row = row.log_softmax(-1)
         got = [value for value, _, _ in entries]
@@ -89,15 +109,46 @@ def check(expected, prompt, policy, answer):
     return meta["fathom"]
 
 
-def test_it_is_the_backend_for_gpus(server):
+def test_what_runs(server):
     engine = server.engine()
-    assert engine["attention_backend"].endswith("triton_attention.TritonAttentionBackend")
+    assert engine["attention_backend"] == "fathom.runtime.sglang_host.triton_attention.TritonAttentionBackend"
+    assert engine["platform"].endswith("NominalPlatform") and not engine["lacking"]
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_each_mechanism_alone(server, expected, name):
-    prompt = prompt_of(70)
-    report = check(expected, prompt, MECHANISMS[name], ask(server, prompt, MECHANISMS[name], NEW_TOKENS))
-    assert (report["kept_tokens"] < 70) == (name in ("SPEED", "SpecPrefill", "FastKV"))
-    assert (report["fast_steps"] > 0) == (name == "SFI")
-    assert (report["draft_tokens"] > 0) == (name == "drafting")
+@pytest.mark.parametrize("name", POLICIES)
+def test_answers_are_the_oracles(answers, expected, name):
+    report = check(expected, name, answers[name])
+    asked = POLICIES[name]
+    assert (report["kept_tokens"] < 69) == bool(
+        {"depth_cutoff", "prefill_keep_rate", "tsp_rate"} & set(asked)
+    )
+    assert (report["retained_tokens"] < report["kept_tokens"]) == ("kv_retention_rate" in asked)
+    assert (report["fast_steps"] > 0) == ("decode" in asked)
+    assert (report["draft_tokens"] > 0) == ("speculative" in asked)
+
+
+def test_again_from_the_prefix_cache(server, answers, expected):
+    for name, answer in ask_all(server, ["dense", "everything"]).items():
+        check(expected, name, answer)
+        assert answer["meta_info"]["cached_tokens"] >= 64
+
+
+def test_sampled_tokens_are_drafted_too(server):
+    """With a seed: the same tokens and log-probabilities with drafting and without it. Without one: some answer."""
+    prompt, chance = prompt_of("sampled"), {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
+    plain, drafting = (
+        ask(server, prompt, policy, NEW_TOKENS, **chance, sampling_seed=3)
+        for policy in ({}, {"speculative": True})
+    )
+    assert drafting["meta_info"]["fathom"]["draft_tokens"] > 0
+    assert drafting["output_ids"] == plain["output_ids"]
+    values = ([entry[0] for entry in a["meta_info"]["output_token_logprobs"]] for a in (plain, drafting))
+    assert next(values) == pytest.approx(next(values), abs=TOLERANCE)
+    unseeded = ask(server, prompt, {"speculative": True}, NEW_TOKENS, **chance)
+    assert unseeded["meta_info"]["fathom"]["draft_tokens"] > 0 and len(unseeded["output_ids"]) == NEW_TOKENS
+
+
+def test_nothing_is_left_behind(server):
+    server.flush()
+    pages = server.engine()["kv_pool"]["depth_pages"]
+    assert pages["free"] == pages["total"] and pages["held"] == pages["open_rows"] == 0
