@@ -62,6 +62,11 @@ class Shape:
         one = self.run(options).bytes
         return max(min(DEFAULT_BUFFERS * one, int(DEFAULT_BUFFER_MIB * MIB)), one)
 
+    def evidence_bytes(self, options: SfiOptions, slots: int) -> int:
+        """Memory of the evidence in a ring of ``slots``; each holds at least the longest request's."""
+        longest = 4 * self.longest * (self.heads + self.kv_heads)
+        return max(int(options.evidence_mib * MIB), slots * longest)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -125,8 +130,7 @@ class SlowFast:
             for _ in range(shape.layers)
         ]
         lanes, slots = lanes_of(shape.device)
-        longest = 4 * shape.longest * (shape.heads + shape.kv_heads)
-        memory = max(int(options.evidence_mib * MIB), slots * longest)
+        memory = shape.evidence_bytes(options, slots)
         self.ring = EvidenceRing(slots, shape.heads, shape.kv_heads, memory, shape.device)
         self.executor = RefreshExecutor(lanes, slots)
         self.start = torch.full((shape.rows,), -1, dtype=torch.int64)
