@@ -1,6 +1,7 @@
 """Depth pages on a machine with a GPU, as far as one without can tell: who is chosen, what is asked of SGLang, and
 what is put in its places."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +9,18 @@ import textwrap
 
 import pytest
 import torch
+from sglang.srt.platforms import (
+    current_platform,  # first: it asks our plugin, which could not answer while half loaded
+)
 
 from fathom.runtime.sglang_host import engine_args, platform
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
 
 CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
+
+
+def test_here_it_is_a_cpu():
+    assert isinstance(current_platform, platform.FathomCpuPlatform)
 
 
 @pytest.mark.parametrize(
@@ -41,43 +49,69 @@ def test_depth_pages_on_a_gpu_that_is_not_there(monkeypatch):
         engine_args.build(["--model-path", "m"])
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """SGLang's platform is ours for GPUs, in what is asked of it from here on."""
+REFUSED = {
+    ("--attention-backend", "triton"): "no other backend reads depth pages",
+    ("--decode-attention-backend=triton",): "no other backend reads depth pages",
+    ("--cuda-graph-backend-decode", "full"): "no step has been captured",
+    ("--cuda-graph-config", '{"decode":{"backend":"full"}}'): "no step has been captured",
+    ("--sampling-backend", "flashinfer"): "SGLang's PyTorch sampler",
+    ("--tp-size", "2"): "needs one GPU",
+    ("--device", "cpu"): "needs --device cuda",
+}
+BUILD = """
+    import json, sys
+    from fathom.runtime.sglang_host import torchvision_ops
+    torchvision_ops.declare()
     import sglang.srt.platforms as platforms
-
-    monkeypatch.setenv(GPU_DEPTH_PAGES, "1")
-    monkeypatch.setattr(platforms, "_current_platform", platform.FathomCudaPlatform())
-
-
-def test_what_is_asked_of_sglang(on_a_gpu, tiny_model):
+    from fathom.runtime.sglang_host import engine_args, platform
+    platforms._current_platform = platform.FathomCudaPlatform()
+    platform.FathomCudaPlatform.get_device_total_memory = lambda self, device_id=0: 80 << 30
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
-    args = resolved_view(engine_args.build(["--model-path", str(tiny_model), "--page-size", "16"]))
-    assert (args.device, args.attention_backend, args.page_size) == ("cuda", "fathom_triton", 16)
-    assert args.disable_overlap_schedule and args.sampling_backend == "pytorch"
-    graphs = args.cuda_graph_config
-    assert graphs.decode.backend == graphs.prefill.backend == "disabled"
-    assert (
-        not args.max_total_tokens
-    )  # the pool of a GPU is measured, not limited to a share of the host's memory
+    found = []
+    for flags in json.loads(sys.argv[2]):
+        try:
+            args = resolved_view(engine_args.build(["--model-path", sys.argv[1], *flags]))
+            graphs = args.cuda_graph_config
+            found.append([
+                args.device, args.attention_backend, args.sampling_backend, args.disable_overlap_schedule,
+                graphs.decode.backend, graphs.prefill.backend, args.page_size, args.max_total_tokens,
+            ])
+        except ValueError as error:
+            found.append(str(error))
+    print(json.dumps(found))
+"""
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--attention-backend", "triton"], "no other backend reads depth pages"),
-        (["--decode-attention-backend=triton"], "no other backend reads depth pages"),
-        (["--cuda-graph-backend-decode", "full"], "no step has been captured"),
-        (["--cuda-graph-config", '{"decode":{"backend":"full"}}'], "no step has been captured"),
-        (["--sampling-backend", "flashinfer"], "SGLang's PyTorch sampler"),
-        (["--tp-size", "2"], "needs one GPU"),
-        (["--device", "cpu"], "needs --device cuda"),
-    ],
-)
-def test_what_does_not_go_with_it(on_a_gpu, tiny_model, flags, said):
-    with pytest.raises(ValueError, match=said):
-        engine_args.build(["--model-path", str(tiny_model), *flags])
+def run(script, *arguments):
+    """What a script says in a process of its own, in which SGLang's platform is ours for GPUs."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, GPU_DEPTH_PAGES: "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model):
+    """SGLang's arguments as resolved, or why they were refused, by flags."""
+    asked = [("--page-size", "16"), *REFUSED]
+    return dict(zip(asked, json.loads(run(BUILD, str(tiny_model), json.dumps(asked))), strict=True))
+
+
+def test_what_is_asked_of_sglang(built):
+    # The pool of a GPU is measured, not limited to a share of the host's memory.
+    want = ["cuda", "fathom_triton", "pytorch", True, "disabled", "disabled", 16, None]
+    assert built["--page-size", "16"] == want
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_go_with_it(built, flags):
+    assert built[flags].startswith("--gpu-depth-pages needs") and REFUSED[flags] in built[flags]
 
 
 INSTALL = """
@@ -125,15 +159,7 @@ INSTALL = """
 
 def test_what_is_put_in_sglangs_places():
     """In a process of its own, as the engine is; no CPU kernel takes the place of an operator."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(INSTALL)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, GPU_DEPTH_PAGES: "1"},
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("installed\n")
+    assert run(INSTALL) == "installed"
 
 
 def test_it_is_off_unless_asked_for():
