@@ -49,8 +49,9 @@ watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve` 
 	prometheus --config.file=.bench/prometheus.yaml --storage.tsdb.path=.bench/prometheus \
 	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
+# Workers share the cores: threads that wait for others sleep.
 test: $(TEST_STAMP)  ## run all tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda

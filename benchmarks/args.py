@@ -163,10 +163,12 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     )
     add("--shared-prefix", type=_share, default=0.0, help="share of a prompt already cached (default: 0)")
     add(
-        "--shared-document",
-        action="store_true",
-        help=f"all prompts begin like one document that each variant reads once, and end in {TAIL} tokens of their "
-        "own: for figures of decoding",
+        "--documents",
+        type=token_count,
+        default=own.documents,
+        metavar="N",
+        help="the prompts of a batch begin, in turns, like one of N documents that each variant reads once, and "
+        f"end in {TAIL} tokens of their own: for figures of decoding",
     )
     add("--dtype", choices=["bfloat16", "float32"], default=BENCH.dtype, help="default: %(default)s")
     add("--seed", type=int, default=own.seed, help="of weights and prompts (default: %(default)s)")
@@ -200,10 +202,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _model_shape(args: argparse.Namespace) -> Shape:
     if args.model:
-        if args.model_shape or args.shared_prefix or args.shared_document or args.quick:
-            raise ValueError(
-                "--model goes without --model-shape, --shared-prefix, --shared-document and --quick"
-            )
+        if args.model_shape or args.shared_prefix or args.documents or args.quick:
+            raise ValueError("--model goes without --model-shape, --shared-prefix, --documents and --quick")
         if args.poor_draft and not args.draft:
             raise ValueError("--poor-draft goes with --draft")
         return shape_of(Path(args.model))
@@ -214,19 +214,19 @@ def _model_shape(args: argparse.Namespace) -> Shape:
 
 def plan(args: argparse.Namespace) -> tuple[Shape, list[Cell], Settings]:
     """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured."""
-    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "seed", "limit")
+    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "documents", "seed", "limit")
     task = args.task if args.model else ""
     values = {name: getattr(args, name) for name in names}
-    settings = Settings(**values, document=args.shared_document, task=task)
+    settings = Settings(**values, task=task)
     shape, prompts, batches = _model_shape(args), args.prompts, args.batches
     if args.quick:
         settings, prompts, batches = replace(settings, output=8, rounds=2), [64], [1, 2]
     if settings.output < 2 or settings.rounds < 1:
         raise ValueError("--output must be at least 2 (TPOT needs a second token), --rounds at least 1")
-    if settings.document and settings.shared_prefix:
-        raise ValueError("--shared-document and --shared-prefix exclude each other")
-    if settings.document and min(prompts) <= 2 * TAIL:
-        raise ValueError(f"--shared-document needs prompts of more than {2 * TAIL} tokens")
+    if settings.documents and settings.shared_prefix:
+        raise ValueError("--documents and --shared-prefix exclude each other")
+    if settings.documents and min(prompts) <= 2 * TAIL:
+        raise ValueError(f"--documents needs prompts of more than {2 * TAIL} tokens")
     if (longest := max(prompts) + settings.output + SLACK) > shape.max_position:
         raise ValueError(f"{longest} tokens are more than the model's {shape.max_position} positions")
     return shape, [Cell(prompt, batch) for prompt in prompts for batch in batches], settings
@@ -243,11 +243,12 @@ class Room:
 def room(cells: list[Cell], settings: Settings, variants: int = 1) -> Room:
     """Twice the largest cell: its own tokens and as many cached ones.
 
-    With a shared document, one copy for each of the variants that share a server and one that is being read, and
+    With documents, one copy of each for each of the variants that share a server and one that is being read, and
     beside them what each request has of its own, which may be a copy of half of its prompt.
     """
     each = max(cell.prompt for cell in cells) + settings.output + SLACK
     batch = max(cell.batch for cell in cells)
-    if settings.document:
-        return Room(each, (variants + 1) * each + batch * (each // 2 + settings.output + SLACK))
+    if settings.documents:
+        own = each // 2 + settings.output + SLACK
+        return Room(each, (variants * settings.documents + 1) * each + batch * own)
     return Room(each, 2 * each * batch)

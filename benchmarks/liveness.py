@@ -70,8 +70,8 @@ def check_cached(server: Server, reply: Reply, tokens: int) -> None:
     """BenchError unless a Fathom answer found that many tokens of its prompt in the prefix cache."""
     if reply.fathom is not None and reply.fathom["cached_tokens"] < tokens:
         raise BenchError(
-            f"{server.variant.name}: {reply.fathom['cached_tokens']} tokens of the shared document were cached, "
-            f"expected {tokens} of {reply.prompt_tokens}: this policy cannot be measured with --shared-document"
+            f"{server.variant.name}: {reply.fathom['cached_tokens']} tokens of the document were cached, "
+            f"expected {tokens} of {reply.prompt_tokens}: this policy cannot be measured with --documents"
         )
 
 

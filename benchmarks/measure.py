@@ -85,9 +85,9 @@ class Bench:
             raise BenchError(f"{name}: the prefix cache was not emptied: {answer.text[:200]}")
 
     async def _turn(self, name: str, cell: Cell, round_index: int, output: int) -> Turn:
-        prefix, prompts = self.prompts(cell, round_index)
-        if prefix and not self.settings.document:
-            await self._send(name, [prefix], 2)
+        prefixes, prompts = self.prompts(cell, round_index)
+        if prefixes and not self.settings.documents:
+            await self._send(name, prefixes, 2)
         wait_quiet(list(self.servers.values()))
         if name in self.shared and not self.settings.cached:
             await self._forget(name)
@@ -95,17 +95,18 @@ class Bench:
             replies = await self._send(name, prompts, output)
         for reply in replies:
             liveness.check_reply(self.servers[name], reply)
-            if self.settings.document:
+            if self.settings.documents:
                 liveness.check_cached(self.servers[name], reply, cell.prompt - 2 * TAIL)
         self.advance(f"{cell.prompt} x{cell.batch} {name}")
         return Turn(name, round_index, replies, sampler.usage)
 
-    async def _read_document(self, longest: Cell) -> None:
-        """Each variant's server reads the document once, at the length of the longest cell."""
+    async def _read_documents(self, longest: Cell) -> None:
+        """Each variant's server reads each document once, at the length of the longest cell."""
+        documents, _ = self.prompts(longest, 0)
         for name in self.servers:
-            self.advance(f"{longest.prompt} document {name}")
-            prefix, _ = self.prompts(longest, 0)
-            await self._send(name, [prefix], 2)
+            for document in documents:
+                self.advance(f"{longest.prompt} document {name}")
+                await self._send(name, [document], 2)
 
     async def cell(self, cell: Cell) -> list[Turn]:
         """All counted turns of one cell, in the order they were taken."""
@@ -126,12 +127,12 @@ class Bench:
         async with AsyncExitStack() as stack:
             for name, server in self.servers.items():
                 self.clients[name] = await stack.enter_async_context(client.open_client(server.url))
-            if self.settings.document:
-                await self._read_document(max(cells, key=lambda cell: cell.prompt))
+            if self.settings.documents:
+                await self._read_documents(max(cells, key=lambda cell: cell.prompt))
             for cell in cells:
                 record(cell, await self.cell(cell))
 
 
 def steps(cells: list[Cell], variants: int, settings: Settings) -> int:
     """Turns that `run` will take."""
-    return variants * (len(cells) * (settings.rounds + settings.warmups) + settings.document)
+    return variants * (len(cells) * (settings.rounds + settings.warmups) + settings.documents)

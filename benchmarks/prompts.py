@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fathom.benchmarks.model import FIRST_WORD
 
 TAIL = 16
-"""Tokens at the end of a prompt that are its own where all prompts share one document."""
+"""Tokens at the end of a prompt that are its own where it begins like a document that others have too."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Settings:
         warmups: uncounted turns per variant and cell.
         warmup_prompt: tokens per prompt of these turns at most; 0 for those of the cell.
         shared_prefix: share of each prompt that the server has seen before the turn, 0 <= share < 1.
-        document: whether all prompts of a run begin like one document, which each server reads once.
+        documents: which all prompts of a run begin like, in turns, and each server reads once; 0 for none.
         task: of the questions that a trained model is asked; "" for random tokens.
         seed: of the prompts.
         limit: seconds that a request may take.
@@ -41,7 +41,7 @@ class Settings:
     warmups: int = 1
     warmup_prompt: int = 0
     shared_prefix: float = 0.0
-    document: bool = False
+    documents: int = 0
     task: str = ""
     seed: int = 0
     limit: float = 600.0
@@ -49,29 +49,31 @@ class Settings:
     @property
     def cached(self) -> bool:
         """Whether a server has seen a part of each prompt before its turn."""
-        return self.document or self.shared_prefix > 0
+        return self.documents > 0 or self.shared_prefix > 0
 
 
-Prompts = Callable[[Cell, int], tuple[list[int], list[list[int]]]]
-"""Shared prefix and prompts of one round of a cell: the same for each variant, new in each round."""
+Prompts = Callable[[Cell, int], tuple[list[list[int]], list[list[int]]]]
+"""Shared prefixes and prompts of one round of a cell: the same for each variant, prompts new in each round."""
 
 
 def random_prompts(
     cell: Cell, settings: Settings, vocab: int, round_index: int
-) -> tuple[list[int], list[list[int]]]:
-    """Random words; those of a round share the prefix that the settings ask for."""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Random words; those of a round begin like the prefixes that the settings ask for, in turns."""
     source = random.Random(f"{settings.seed}/{cell.prompt}/{cell.batch}/{round_index}")
-    if settings.document:
-        prefix = document(cell.prompt - TAIL, settings, vocab)
+    if settings.documents:
+        prefixes = documents(cell.prompt - TAIL, settings, vocab)
     else:
-        prefix = _words(source, int(cell.prompt * settings.shared_prefix), vocab)
-    rest = cell.prompt - len(prefix)
-    return prefix, [prefix + _words(source, rest, vocab) for _ in range(cell.batch)]
+        prefixes = [_words(source, int(cell.prompt * settings.shared_prefix), vocab)]
+    starts = [prefixes[i % len(prefixes)] for i in range(cell.batch)]
+    prompts = [start + _words(source, cell.prompt - len(start), vocab) for start in starts]
+    return [prefix for prefix in prefixes if prefix], prompts
 
 
-def document(tokens: int, settings: Settings, vocab: int) -> list[int]:
-    """The beginning of the run's document."""
-    return _words(random.Random(f"{settings.seed}/document"), tokens, vocab)
+def documents(tokens: int, settings: Settings, vocab: int) -> list[list[int]]:
+    """The beginnings of the run's documents."""
+    sources = [random.Random(f"{settings.seed}/document/{i}") for i in range(settings.documents)]
+    return [_words(source, tokens, vocab) for source in sources]
 
 
 def _words(source: random.Random, count: int, vocab: int) -> list[int]:
@@ -85,7 +87,7 @@ def question_prompts(model: str, settings: Settings) -> Prompts:
 
     tokenizer = load_tokenizer(model)
 
-    def prompts(cell: Cell, round_index: int) -> tuple[list[int], list[list[int]]]:
+    def prompts(cell: Cell, round_index: int) -> tuple[list[list[int]], list[list[int]]]:
         seed = settings.seed + 1000 * (round_index + settings.warmups + 1)
         samples = eval_samples(settings.task, cell.prompt, cell.batch, seed, tokenizer)
         return [], [prompt_ids(tokenizer, sample.messages) for sample in samples]

@@ -63,6 +63,23 @@ def as_rows(tensor: torch.Tensor) -> tuple[np.ndarray, int, int] | None:
     return as_array(tensor.as_strided(((rows - 1) * stride + width,), (1,))), stride, rows
 
 
+def as_slots(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """A [slots, heads, dim] tensor as a contiguous array of more slots, and how many of those make one of its own.
+
+    A layer's view of a pool that holds several layers becomes an array of the one type that vectorises best.
+
+    Raises:
+        ValueError: when slots are not a whole number of [heads, dim] blocks apart.
+    """
+    slots, heads, dim = tensor.shape
+    step, rest = divmod(tensor.stride(0), heads * dim)
+    if tensor.is_contiguous():
+        return as_array(tensor), 1
+    if rest or tensor.stride()[1:] != (dim, 1):
+        raise ValueError(f"keys and values must be [slots, heads, dim] blocks, got strides {tensor.stride()}")
+    return as_array(tensor.as_strided(((slots - 1) * step + 1, heads, dim), (heads * dim, dim, 1))), step
+
+
 def match_torch_threads() -> None:
     """Let Numba's parallel loops of this thread use as many threads as PyTorch's."""
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))

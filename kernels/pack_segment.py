@@ -1,6 +1,6 @@
 """Pack sink and selected KV entries of many requests into their runs of a compact buffer, one layer at a time.
 
-``pack_segment_torch`` is the plain path, used on the CPU and as the reference of the Triton kernel.
+``pack_segment_torch`` is the reference of the Triton kernel here and of the CPU kernel in ``refresh_cpu.py``.
 """
 
 from typing import Any
@@ -37,8 +37,10 @@ def pack_segment(
     """
     if runs_triton(indices):
         pack_segment_triton(pool, compact, page_table, rows, start, indices, sink)
-    else:
-        pack_segment_torch(pool, compact, page_table, rows, start, indices, sink)
+        return
+    from fathom.kernels.refresh_cpu import pack_segment_cpu
+
+    pack_segment_cpu(pool, compact, page_table, rows, start, indices, sink)
 
 
 def pack_segment_torch(

@@ -37,6 +37,10 @@ def stable_top_k(
             shape, dtype=torch.int32
         )
     counts = torch.minimum(valid.sum(-1), budget.expand(scores.shape[:-1]).long()).clamp(min=0, max=width)
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        from fathom.kernels.refresh_cpu import stable_top_k_cpu
+
+        return stable_top_k_cpu(scores, valid, counts, width), counts.int()
     # A candidate's own score may be the lowest there is; `valid` decides between it and what is no candidate.
     masked = scores.masked_fill(~valid, float("-inf"))
     largest = masked.topk(min(width, n), dim=-1).values

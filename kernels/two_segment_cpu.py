@@ -9,7 +9,7 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.decode_attention import KEYS_PER_BLOCK, KEYS_PER_TASK
-from fathom.kernels.numba_cpu import DTYPES, as_array, exp_float32, match_torch_threads, to_float32
+from fathom.kernels.numba_cpu import DTYPES, as_slots, exp_float32, match_torch_threads, to_float32
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
@@ -90,8 +90,8 @@ def two_segment_attention_cpu(
         kept = (logits.numpy(), evidence.key_norms.numpy())
     _compiled(rows, head_dim, value_dim, pool[0].dtype)(
         query.float().numpy(),
-        (*_as_slots(pool[0]), *_as_slots(pool[1])),
-        (*_as_slots(compact[0]), *_as_slots(compact[1])),
+        (*as_slots(pool[0]), *as_slots(pool[1])),
+        (*as_slots(compact[0]), *as_slots(compact[1])),
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -100,23 +100,6 @@ def two_segment_attention_cpu(
         np.float32(scale),
     )
     return output, lse
-
-
-def _as_slots(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """A [slots, heads, dim] tensor as a contiguous array of more slots, and how many of those make one of its own.
-
-    A layer's view of a pool that holds several layers becomes an array of the one type that vectorises best.
-
-    Raises:
-        ValueError: when slots are not a whole number of [heads, dim] blocks apart.
-    """
-    slots, heads, dim = tensor.shape
-    step, rest = divmod(tensor.stride(0), heads * dim)
-    if tensor.is_contiguous():
-        return as_array(tensor), 1
-    if rest or tensor.stride()[1:] != (dim, 1):
-        raise ValueError(f"keys and values must be [slots, heads, dim] blocks, got strides {tensor.stride()}")
-    return as_array(tensor.as_strided(((slots - 1) * step + 1, heads, dim), (heads * dim, dim, 1))), step
 
 
 @functools.cache

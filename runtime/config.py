@@ -274,10 +274,15 @@ class Policy:
         return {name: value for name, value in self._values().items() if value != DEFAULTS[name]}
 
     def fingerprint(self) -> str:
-        """A short name of the values, equal for equal policies: part of the prefix cache's key."""
-        if not self.differences():
+        """A short name of what decides the KV that a prompt leaves behind: part of the prefix cache's key.
+
+        How decode steps read, and how many tokens are drafted, changes nothing in it.
+        """
+        decoding = {name: DEFAULTS[name] for name, spec in SPECS.items() if spec.mechanism == "SFI"}
+        prefill = replace(self, **decoding, draft_tokens=DEFAULTS["draft_tokens"])
+        if not prefill.differences():
             return EXACT
-        text = json.dumps(self._values(), sort_keys=True)
+        text = json.dumps(prefill._values(), sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
     def to_wire(self) -> dict[str, str | int | float | bool]:

@@ -159,6 +159,9 @@ class SlowFast:
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
         two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0)
+        from fathom.kernels import refresh_cpu
+
+        refresh_cpu.warm_up(shape.dtype)
 
     def drop(self, row: int) -> None:
         """The request finished, was aborted, or was taken back: it starts slow if it comes again."""

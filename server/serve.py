@@ -28,6 +28,9 @@ DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
 DEFAULT_MAX_BODY_MIB = 64
 DEFAULT_PROPAGATION_BUFFER = 32768
+KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
+"""Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
+closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
 
 DESCRIPTION = """Serve a model over HTTP: the OpenAI and Anthropic routes, SGLang's own, and /fathom/info.
 
@@ -369,6 +372,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
             flush=True,
         )
 
+    os.environ.setdefault(*KEEP_ALIVE)
     code = 0
     try:
         launch(server_args, work.face, work.gate, ready, on_engine_failure, on_engine_death, leave)

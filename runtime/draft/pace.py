@@ -1,13 +1,15 @@
 """How many tokens to draft next for one request, from what the target made of the draft so far."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 EXPECTED = 0.8
 """The acceptance that a request begins with; one token's worth of evidence."""
 MEMORY = 0.9
-"""What earlier evidence still counts for after one more token."""
+"""What earlier evidence still counts for after one more token of a request."""
+SHARED_MEMORY = 0.98
+"""The same after one more token of any request."""
 FIRST_REST = 16
-LONGEST_REST = 32
+LONGEST_REST = 64
 
 
 def speedup(acceptance: float, width: int, cost: float) -> float:
@@ -23,30 +25,61 @@ def speedup(acceptance: float, width: int, cost: float) -> float:
 
 
 @dataclass
-class Pace:
-    """The width with the greatest expected speed-up; where that is none, the request rests.
-
-    No request rests before it has drafted: what the draft would have said is a hint, and one hint is little. While
-    it rests the draft reads nothing until :attr:`patience` tokens have piled up. It then reads them in one pass,
-    which shows how many of them it would have foreseen; each look that changes nothing doubles the rest.
+class Evidence:
+    """What the target made of drafted tokens; the older, the less it counts.
 
     Attributes:
-        most: tokens to draft at most.
-        cost: time of a draft step as a share of a target step's.
-        stood, tried: evidence, in tokens; the older, the less it counts.
+        memory: what remains of it after one more token.
+        stood, tried: in tokens.
     """
 
-    most: int
-    cost: float
+    memory: float
     stood: float = EXPECTED
     tried: float = 1.0
-    _began: bool = False
-    _rest: int = 0
 
     @property
     def acceptance(self) -> float:
         """Estimated probability that a drafted token stands."""
         return min(self.stood / self.tried, 1.0)
+
+    def add(self, stood: float, tried: float) -> None:
+        """``tried`` more tokens, of which ``stood`` were, or would have been, accepted."""
+        kept = self.memory**tried
+        self.stood, self.tried = kept * self.stood + stood, kept * self.tried + tried
+
+
+def shared_evidence() -> Evidence:
+    """Of all requests of a draft."""
+    return Evidence(SHARED_MEMORY)
+
+
+@dataclass
+class Pace:
+    """The width with the greatest expected speed-up; where that is none, the request rests.
+
+    A request drafts before it may rest, since what the draft would have said is a hint, and one hint is little; but
+    where drafting has not paid for the requests before it, that hint decides. While a request rests the draft reads
+    nothing until :attr:`patience` tokens have piled up. It then reads them in one pass, which shows how many of
+    them it would have foreseen; each look that changes nothing doubles the rest.
+
+    Attributes:
+        most: tokens to draft at most.
+        cost: time of a draft step as a share of a target step's.
+        shared: evidence from all requests, this one's included.
+        own: from this one.
+    """
+
+    most: int
+    cost: float
+    shared: Evidence = field(default_factory=shared_evidence)
+    own: Evidence = field(default_factory=lambda: Evidence(MEMORY))
+    _began: bool = False
+    _rest: int = 0
+
+    def __post_init__(self) -> None:
+        self._doubtful = self.shared.acceptance <= self.cost
+        if self._doubtful:
+            self.own.stood = self.shared.acceptance
 
     @property
     def patience(self) -> int | None:
@@ -55,11 +88,18 @@ class Pace:
 
     def width(self) -> int:
         """Tokens to draft in the next step."""
-        if self._rest:
-            return 0
+        self._settle(LONGEST_REST if self._doubtful and not self._began else FIRST_REST)
+        return 0 if self._rest else self._best()
+
+    def _best(self) -> int:
         # Where a wider draft gains nothing, the narrower one.
-        widths = range(0 if self._began else 1, self.most + 1)
-        return max(widths, key=lambda width: (speedup(self.acceptance, width, self.cost), -width))
+        widths = range(0 if self._began or self._doubtful else 1, self.most + 1)
+        return max(widths, key=lambda width: (speedup(self.own.acceptance, width, self.cost), -width))
+
+    def _settle(self, rest: int) -> None:
+        """Rest for so long, unless it does already or drafting pays."""
+        if not self._rest and self._best() == 0:
+            self._rest = rest
 
     def record(self, proposed: int, accepted: int) -> None:
         """What became of a draft: the tokens that stood, and the first that did not."""
@@ -70,8 +110,8 @@ class Pace:
 
     def learn(self, stood: float, tried: float) -> None:
         """Add evidence from ``tried`` tokens, of which ``stood`` were, or would have been, accepted."""
-        kept = MEMORY**tried
-        self.stood, self.tried = kept * self.stood + stood, kept * self.tried + tried
+        for evidence in (self.own, self.shared):
+            evidence.add(stood, tried)
         rest, self._rest = self._rest, 0
-        if self.width() == 0:
-            self._rest = min(2 * rest, LONGEST_REST) if rest else FIRST_REST
+        if rest:
+            self._settle(min(2 * rest, LONGEST_REST))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-from fathom.runtime.draft.pace import LONGEST_REST, Pace
+from fathom.runtime.draft.pace import LONGEST_REST, Evidence, Pace, shared_evidence
 from fathom.runtime.sglang_host import requests
 from fathom.runtime.sglang_host.draft_model import Captured, DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
@@ -80,11 +80,13 @@ class DraftSide:
 
     Attributes:
         rows: SGLang's request table: [rows, positions] virtual slots.
+        evidence: what the target made of the draft's tokens lately.
     """
 
     model: DraftModel
     rows: torch.Tensor
     totals: Counters = field(default_factory=Counters)
+    evidence: Evidence = field(default_factory=shared_evidence)
     states: weakref.WeakKeyDictionary[Req, DraftState] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class DraftSide:
         """The request's state, made at first sight."""
         if request not in self.states:
             most = requests.policy_of(request).get("draft_tokens", 0)
-            self.states[request] = DraftState(Pace(max(most, 1), self.cost))
+            self.states[request] = DraftState(Pace(max(most, 1), self.cost, self.evidence))
         return self.states[request]
 
     def slots(self, request: Req, end: int) -> np.ndarray:

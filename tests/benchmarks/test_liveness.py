@@ -31,7 +31,7 @@ def check(policy, **counters):
         ({"decode": "slow_fast"}, {"dense_fallbacks": 1}, "no compact buffer"),
         ({"decode": "slow_fast", "depth_cutoff": 6}, {"fast_steps": 0}, "no step was fast"),
         ({"speculative": True, "depth_cutoff": 6}, {}, "nothing was drafted"),
-        ({"depth_cutoff": 6}, {"cached_tokens": 83}, "83 tokens of the shared document"),
+        ({"depth_cutoff": 6}, {"cached_tokens": 83}, "83 tokens of the document"),
     ],
 )
 def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):

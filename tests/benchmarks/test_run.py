@@ -156,15 +156,15 @@ def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeyp
     assert log.count("asked 64") == sum(len(turn["requests"]) for turn in turns)
 
 
-def test_a_shared_document_is_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
+def test_documents_are_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
     use_fakes(monkeypatch)
-    flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom", "--shared-document"]
+    flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom", "--documents", "2"]
     code, result = bench(tmp_path, *flags, "--one-server")
     assert code == 0
     turns = [turn for cell in result["cells"] for turn in cell["turns"]]
     asked = sum(len(turn["requests"]) for turn in turns)
     log = (tmp_path / "cache" / "logs" / "fathom.log").read_text()
-    assert "forgot" not in log and log.count("asked") == asked + 2 * (1 + 2) + 2
+    assert "forgot" not in log and log.count("asked") == asked + 2 * (1 + 2) + 2 * 2
     # The fake server has no policy in its cache's key, so that it also finds the other variant's prompts.
     cached = {request["fathom"]["cached_tokens"] for turn in turns for request in turn["requests"]}
     assert cached == {64 - prompts.TAIL, 64}
@@ -210,9 +210,9 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
         (["--policy", 'typo={"depth_cutof": 8}'], "fathom.depth_cutof is not a policy field"),
         (["--study", "nothing"], "unknown study 'nothing'"),
         (["--model", "/nowhere"], "/nowhere: no config.json"),
-        (["--model", "/nowhere", "--shared-document"], "goes without"),
+        (["--model", "/nowhere", "--documents", "1"], "goes without"),
         (["--draft", "/nowhere"], "go with --model"),
-        (["--shared-document", "--prompts", "32"], "more than 32 tokens"),
+        (["--documents", "1", "--prompts", "32"], "more than 32 tokens"),
         (["--fidelity", "/nowhere"], "no file of fathom fidelity"),
     ],
 )
@@ -258,24 +258,26 @@ def test_no_server_outlives_the_bench(tmp_path, number, code):
 def test_prompts_are_new_each_round_and_the_same_for_each_server():
     settings = prompts.Settings(shared_prefix=0.75, seed=1)
     cell = prompts.Cell(prompt=100, batch=2)
-    prefix, drawn = prompts.random_prompts(cell, settings, 512, 0)
-    assert (prefix, drawn) == prompts.random_prompts(cell, settings, 512, 0)
+    (prefix,), drawn = prompts.random_prompts(cell, settings, 512, 0)
+    assert ([prefix], drawn) == prompts.random_prompts(cell, settings, 512, 0)
     assert len(prefix) == 75 and [prompt[:75] for prompt in drawn] == [prefix, prefix]
     assert {len(prompt) for prompt in drawn} == {100} and drawn[0] != drawn[1]
     assert all(3 <= token < 512 for prompt in drawn for token in prompt)
-    other_prefix, others = prompts.random_prompts(cell, settings, 512, 1)
+    (other_prefix,), others = prompts.random_prompts(cell, settings, 512, 1)
     assert other_prefix != prefix and not any(prompt in others for prompt in drawn)
     assert prompts.random_prompts(cell, prompts.Settings(), 512, 0)[0] == []
 
 
-def test_with_a_shared_document_all_prompts_begin_alike_and_none_ends_alike():
-    settings = prompts.Settings(document=True, seed=1)
+@pytest.mark.parametrize("documents", [1, 2])
+def test_with_documents_prompts_begin_alike_in_turns_and_none_ends_alike(documents):
+    settings = prompts.Settings(documents=documents, seed=1)
     longest, _ = prompts.random_prompts(prompts.Cell(400, 1), settings, 512, 0)
     seen = []
     for cell in (prompts.Cell(100, 3), prompts.Cell(400, 2)):
         for number in (-1, 0, 1):
-            prefix, drawn = prompts.random_prompts(cell, settings, 512, number)
-            assert prefix == longest[: cell.prompt - prompts.TAIL]
-            assert all(prompt[: len(prefix)] == prefix and len(prompt) == cell.prompt for prompt in drawn)
+            prefixes, drawn = prompts.random_prompts(cell, settings, 512, number)
+            assert prefixes == [text[: cell.prompt - prompts.TAIL] for text in longest]
+            for place, prompt in enumerate(drawn):
+                assert prompt[: -prompts.TAIL] == prefixes[place % documents] and len(prompt) == cell.prompt
             seen += [tuple(prompt[-prompts.TAIL :]) for prompt in drawn]
     assert len(set(seen)) == len(seen) == 15

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.runtime.draft.pace import LONGEST_REST, Pace, speedup
+from fathom.runtime.draft.pace import EXPECTED, LONGEST_REST, Pace, shared_evidence, speedup
 
 
 def play(pace: Pace, foreseen, steps: int) -> tuple[list[int], float, int]:
@@ -52,9 +52,9 @@ def test_a_draft_that_always_stands_is_used_to_the_full(cost):
 def test_no_width_is_better_than_the_chosen_one(acceptance, cost, most):
     """The speed-up of every width, token by token: 1 + a + a^2 + ... for 1 + width * cost."""
     pace = Pace(most, cost)
-    assert pace.width() > 0
+    assert (pace.width() > 0) == (cost < EXPECTED)
     pace.record(1, 0)
-    pace.stood, pace.tried, pace._rest = acceptance, 1.0, 0
+    pace.own.stood, pace.own.tried, pace._rest = acceptance, 1.0, 0
     chosen = pace.width()
     assert 0 <= chosen <= most
     for width in range(most + 1):
@@ -80,7 +80,7 @@ def test_one_token_is_tried_and_then_only_looked_back_at():
     assert pace.width() == 1 and pace.patience is None
     pace.record(1, 0)
     assert pace.width() == 0 and pace.patience == 16
-    for patience in (32, 32):
+    for patience in (32, 64, 64):
         pace.learn(0, pace.patience)
         assert pace.patience == patience
 
@@ -89,7 +89,7 @@ def test_drafting_returns_when_it_pays_again():
     pace = Pace(4, 0.5)
     play(pace, itertools.repeat(False), 200)
     widths, _, tokens = play(pace, itertools.repeat(True), 100)
-    assert widths[-1] == 4 and tokens > 250
+    assert widths[-1] == 4 and tokens > 240
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.5, 0.8, 0.95])
@@ -108,3 +108,33 @@ def test_drawn_tokens_count_as_much_as_the_draft_was_sure_of_them():
     for _ in range(20):
         pace.learn(2, 8 * 0.25)
     assert pace.width() == 4
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.5])
+def test_where_drafting_has_not_paid_a_request_that_guesses_wrong_drafts_nothing(cost):
+    shared = shared_evidence()
+    for place in range(40):
+        pace = Pace(4, cost, shared)
+        pace.learn(0, 1)
+        widths, _, _ = play(pace, itertools.repeat(False), 40)
+        if place >= 4 / cost:
+            assert not any(widths) and pace.patience == LONGEST_REST
+
+
+def test_a_good_request_drafts_to_the_full_after_many_bad_ones():
+    shared = shared_evidence()
+    for _ in range(40):
+        play(Pace(4, 0.5, shared), itertools.repeat(False), 40)
+    pace = Pace(4, 0.5, shared)
+    pace.learn(1, 1)
+    widths, _, tokens = play(pace, itertools.repeat(True), 30)
+    assert widths[0] > 0 and widths[-10:] == [4] * 10 and tokens > 100
+
+
+def test_a_bad_request_after_good_ones_gets_its_chance():
+    shared = shared_evidence()
+    for _ in range(5):
+        play(Pace(4, 0.5, shared), itertools.repeat(True), 20)
+    pace = Pace(4, 0.5, shared)
+    pace.learn(0, 1)
+    assert pace.width() == 1

@@ -227,6 +227,17 @@ def test_the_next_turn_does_not_depend_on_the_cache(alternating_server, expected
         assert 80 < answer["meta_info"]["cached_tokens"] <= len(prompt) - 36
 
 
+def test_prompts_are_shared_with_requests_that_decode_otherwise(alternating_server, expected):
+    """Whoever comes first, dense or not, leaves the prompt to the others, and only the prompt."""
+    for first, others in ((None, SLOW_FAST), (SLOW_FAST | {"sfi_window": 9}, None)):
+        (prompt,) = prompts([150], seed=19 if first is None else 20)
+        alternating_server.flush()
+        alone = [ask(alternating_server, prompt, policy, 30) for policy in (first, others)]
+        check(expected, prompt, others, alone[1])
+        cached = [answer["meta_info"]["cached_tokens"] for answer in alone]
+        assert cached == [0, len(prompt) - 1]
+
+
 def test_eight_in_all_phases_under_several_policies(alternating_server, expected):
     """Fewer tokens above a cutoff, dense requests in between, prompts in chunks, one that is dropped."""
     before = settle(alternating_server)

@@ -1,4 +1,7 @@
-"""Top-K per row against the plain reference, with ties, infinities and budgets beyond what is there."""
+"""Top-K per row against the plain reference, with ties, infinities and budgets beyond what is there.
+
+float32 takes the CPU kernel, float64 the plain path that a GPU takes.
+"""
 
 import torch
 from hypothesis import given, settings
@@ -7,13 +10,19 @@ from hypothesis import strategies as st
 from fathom.kernels.stable_top_k import stable_top_k, stable_top_k_reference
 
 
-@given(data=st.data(), n=st.integers(0, 40), rows=st.integers(1, 4), width=st.integers(0, 45))
+@given(
+    data=st.data(),
+    n=st.integers(0, 40),
+    rows=st.integers(1, 4),
+    width=st.integers(0, 45),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
 @settings(max_examples=150, deadline=None)
-def test_equals_reference(data, n, rows, width):
+def test_equals_reference(data, n, rows, width, dtype):
     # Few distinct values: ties are the rule.
     value = st.sampled_from([-float("inf"), -1.0, 0.0, -0.0, 0.5, 2.0])
     scores = torch.tensor(data.draw(st.lists(value, min_size=2 * rows * n, max_size=2 * rows * n)))
-    scores = scores.view(rows, 2, n)
+    scores = scores.to(dtype).view(rows, 2, n)
     flags = data.draw(st.lists(st.booleans(), min_size=rows * n, max_size=rows * n))
     valid = torch.tensor(flags, dtype=torch.bool).view(rows, 1, n)
     budget = torch.tensor(data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))).unsqueeze(

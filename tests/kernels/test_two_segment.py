@@ -124,13 +124,15 @@ def test_tasks_cover_both_segments_once(requests, kv_heads):
     assert pairs == [(r, h) for r in range(len(requests)) for h in range(kv_heads)]
 
 
-def test_packing_gathers_sink_and_selection_per_head():
-    keys, values = torch.randn(50, 2, 8), torch.randn(50, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_gathers_sink_and_selection_per_head(dtype):
+    # One layer's view of a pool that holds three.
+    keys, values = torch.randn(50, 3, 2, 8).to(dtype)[:, 1], torch.randn(50, 2, 4).to(dtype)
     table = torch.stack([torch.randperm(50)[:30] for _ in range(3)]).int()
     chosen = torch.tensor(
         [[[4, 9, 11], [5, 6, 29]], [[8, -1, -1], [7, -1, -1]], [[1, 2, 3], [1, 2, 3]]]
     ).int()
-    compact = torch.zeros(20, 2, 8), torch.zeros(20, 2, 4)
+    compact = torch.zeros(20, 2, 8, dtype=dtype), torch.zeros(20, 2, 4, dtype=dtype)
     pack_segment(
         (keys, values), compact, table, torch.tensor([2, 0, -1]), torch.tensor([10, 0, 3]), chosen, 2
     )

@@ -1,8 +1,9 @@
-"""A real server under overload, with clients that leave, at its end, and when its engine dies.
+"""A real server under overload, with clients that leave or idle, at its end, and when its engine dies.
 
 Two servers are started: each of them is ended by what is tested. About 40 s on two cores.
 """
 
+import http.client
 import json
 import os
 import signal
@@ -68,6 +69,20 @@ class leaving:
 
     def __exit__(self, *_):
         self.socket.close()
+
+
+def test_an_idle_connection_is_left_open_for_longer_than_clients_keep_theirs(ending):
+    """Two requests on one connection, with more than the usual 5 s between them."""
+    connection = http.client.HTTPConnection(ending.url.removeprefix("http://"), timeout=20)
+    sockets = []
+    for wait in (0, 6):
+        time.sleep(wait)
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.read()
+        sockets.append(connection.sock)
+    assert sockets[0] is not None and sockets[0] is sockets[1]
+    connection.close()
 
 
 def test_overload_is_answered_with_503(ending):
