@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_segment_attention
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
 from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
@@ -159,9 +160,10 @@ class SlowFast:
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
         two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0)
-        from fathom.kernels import refresh_cpu
+        if not runs_triton(query):
+            from fathom.kernels import refresh_cpu
 
-        refresh_cpu.warm_up(shape.dtype)
+            refresh_cpu.warm_up(shape.dtype)
 
     def drop(self, row: int) -> None:
         """The request finished, was aborted, or was taken back: it starts slow if it comes again."""
