@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fathom.kernels.dispatch import runs_triton
+
 ENTRIES = 16
 """Entries that one Triton program copies."""
 
@@ -54,7 +56,7 @@ def compact_kv(
         _require_disjoint(source, destination, keys.shape[0])
     if kept == 0:
         return
-    if keys.is_cuda:
+    if runs_triton(keys):
         _launch(keys, values, source, destination)
         return
     destination = destination.long()

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fathom.kernels.dispatch import runs_triton
+
 TOKENS = 16
 """Tokens that one Triton program copies."""
 
@@ -33,7 +35,7 @@ def pack_segment(
         indices: [requests, kv_heads, width] int32 table entries, those to be copied first, then -1.
         sink: table entries ``0 .. sink - 1`` are copied before the selection; they must exist.
     """
-    if indices.is_cuda:
+    if runs_triton(indices):
         pack_segment_triton(pool, compact, page_table, rows, start, indices, sink)
         return
     from fathom.kernels.refresh_cpu import pack_segment_cpu

@@ -294,7 +294,7 @@ def pool_types(dtype: str) -> dict[str, str]:
     tensors = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     return tensors | {
         "table": "*i32",
-        "rows": "*i64",
+        "rows": "*i32",
         "output": f"*{dtype}",
         "lse": "*fp32",
         "scale_log2": "fp32",

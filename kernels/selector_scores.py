@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fathom.kernels.dispatch import runs_triton
+
 
 class ScoreParameters(Protocol):
     """Hyper-parameters by role; symbols and equations of the paper in the comments."""
@@ -43,7 +45,7 @@ def selector_scores(
     Returns:
         [requests, kv_heads, n] float32, -inf outside the candidates.
     """
-    if logits.is_cuda:
+    if runs_triton(logits):
         return selector_scores_triton(logits, key_norms, begin, end, c)
     return selector_scores_torch(logits, key_norms, begin, end, c)
 

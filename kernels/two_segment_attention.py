@@ -9,11 +9,14 @@ The CPU kernel is in ``two_segment_cpu.py``; the Triton kernels and the plain re
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from fathom.kernels.dispatch import runs_triton
 
 FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
 
@@ -38,11 +41,18 @@ class SegmentPlan:
     Attributes:
         packed: [batch, 6] int32 on the device, the columns of ``FIELDS``: page-table row; range [begin, end) of its
             entries; start and length of the run in the compact buffer; row of :class:`Evidence`, or -1 for none.
-        tasks: the work list of the CPU kernel; None on other devices.
+        kv_heads: of the attention.
     """
 
     packed: torch.Tensor
-    tasks: Any = None
+    kv_heads: int
+
+    @cached_property
+    def tasks(self) -> Any:
+        """The work list of the CPU kernel."""
+        from fathom.kernels.two_segment_cpu import plan_tasks
+
+        return plan_tasks(self.packed.numpy(), self.kv_heads)
 
 
 def plan_segments(
@@ -56,12 +66,7 @@ def plan_segments(
 ) -> SegmentPlan:
     """Pack one step's descriptor. All arguments but the last are [batch] integers; see :class:`SegmentPlan`."""
     columns = (rows, begin, end, compact_start, compact_length, evidence)
-    packed = torch.stack([column.to(torch.int32) for column in columns], -1)
-    if packed.is_cuda:
-        return SegmentPlan(packed)
-    from fathom.kernels.two_segment_cpu import plan_tasks
-
-    return SegmentPlan(packed, plan_tasks(packed.numpy(), kv_heads))
+    return SegmentPlan(torch.stack([column.to(torch.int32) for column in columns], -1), kv_heads)
 
 
 def two_segment_attention_reference(
@@ -118,7 +123,7 @@ def two_segment_attention(
         output [batch, window, heads, value_dim] float32, zero for a row that sees nothing, and log-sum-exp
         [batch, window, heads] float32. On a GPU nothing waits for the device.
     """
-    if query.is_cuda:
+    if runs_triton(query):
         return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
     from fathom.kernels.two_segment_cpu import two_segment_attention_cpu
 

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from fathom.kernels import window_scores_triton
+from fathom.kernels.dispatch import runs_triton
 
 BLOCK_BYTES = 512 << 10
 """Size of the CPU path's block of probabilities, written and read several times: half a core's cache."""
@@ -122,7 +123,7 @@ def pooled_max_scores(
         out = torch.zeros(shape, dtype=torch.float32, device=query.device)
     elif out.shape != shape or out.dtype != torch.float32:
         raise ValueError(f"out must be float32 {list(shape)}, got {out.dtype} {list(out.shape)}")
-    if query.is_cuda:
+    if runs_triton(query):
         window_scores_triton.pooled_max(query, keys, *window.device_arguments(), scale, pool, out)
     else:
         _pooled_max_cpu(query, keys, window, scale, pool, out)
@@ -149,7 +150,7 @@ def row_mean_scores(query: torch.Tensor, keys: torch.Tensor, window: Window, sca
     _check(query, keys, window)
     shape = (len(window.rows), query.shape[1], window.slots.shape[1])
     out = torch.zeros(shape, dtype=torch.float32, device=query.device)
-    if query.is_cuda:
+    if runs_triton(query):
         window_scores_triton.row_mean(query, keys, *window.device_arguments(), window.causal, scale, out)
     else:
         _row_mean_cpu(query, keys, window, scale, out)

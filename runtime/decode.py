@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_segment_attention
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
 from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
-from fathom.runtime.sfi.refresh import EvidenceRing, InOrder, RefreshExecutor
+from fathom.runtime.sfi.refresh import EvidenceRing, RefreshExecutor, lanes_of
 from fathom.runtime.sfi.rules import FROZEN, NONE, RANDOM, Reading
 from fathom.runtime.sfi.step import Reads, RefreshBatch, SfiStep, grant_evidence, plan_span, refresh_layer
 from fathom.runtime.sfi.trigger import CAUSES, PhaseState, Stretch
+from fathom.runtime.staging import send
 
 MIB = 1 << 20
 AS_SERVED = Reading()
@@ -32,6 +34,7 @@ class Shape:
         span: layers that share a page table.
         longest: most tokens that a request can get.
         rows: request rows of the engine; a row's number is below it.
+        device: of keys and values. What each request reads is decided on the host.
     """
 
     layers: int
@@ -43,6 +46,7 @@ class Shape:
     dtype: torch.dtype
     longest: int
     rows: int
+    device: torch.device | str = "cpu"
 
     def run(self, options: SfiOptions) -> RunShape:
         """Size of one request's compact buffers."""
@@ -58,6 +62,11 @@ class Shape:
             return int(options.buffer_mib * MIB)
         one = self.run(options).bytes
         return max(min(DEFAULT_BUFFERS * one, int(DEFAULT_BUFFER_MIB * MIB)), one)
+
+    def evidence_bytes(self, options: SfiOptions, slots: int) -> int:
+        """Memory of the evidence in a ring of ``slots``; each holds at least the longest request's."""
+        longest = 4 * self.longest * (self.heads + self.kv_heads)
+        return max(int(options.evidence_mib * MIB), slots * longest)
 
 
 @dataclass(frozen=True)
@@ -116,16 +125,15 @@ class SlowFast:
         # Memory that no request has used yet is not taken from the machine.
         self.compact = [
             tuple(
-                torch.empty(self.runs.tokens, shape.kv_heads, dim, dtype=shape.dtype)
+                torch.empty(self.runs.tokens, shape.kv_heads, dim, dtype=shape.dtype, device=shape.device)
                 for dim in (shape.head_dim, shape.value_dim)
             )
             for _ in range(shape.layers)
         ]
-        longest = 4 * shape.longest * (shape.heads + shape.kv_heads)
-        self.ring = EvidenceRing(
-            1, shape.heads, shape.kv_heads, max(int(options.evidence_mib * MIB), longest)
-        )
-        self.executor = RefreshExecutor(InOrder(), slots=1)
+        lanes, slots = lanes_of(shape.device)
+        memory = shape.evidence_bytes(options, slots)
+        self.ring = EvidenceRing(slots, shape.heads, shape.kv_heads, memory, shape.device)
+        self.executor = RefreshExecutor(lanes, slots)
         self.start = torch.full((shape.rows,), -1, dtype=torch.int64)
         self.held = torch.full((self.spans, shape.rows), -1, dtype=torch.int64)
         self.refreshed = torch.zeros(shape.rows, dtype=torch.bool)
@@ -142,18 +150,20 @@ class SlowFast:
     def _warm_up(self) -> None:
         """Compile the attention now, so that no request waits for it (a few seconds, cached on disk)."""
         shape = self.shape
-        query = torch.zeros(1, 1, shape.heads, shape.head_dim)
+        there = {"device": shape.device}
+        query = torch.zeros(1, 1, shape.heads, shape.head_dim, **there)
         keys, values = (
-            torch.zeros(1, shape.kv_heads, dim, dtype=shape.dtype)
+            torch.zeros(1, shape.kv_heads, dim, dtype=shape.dtype, **there)
             for dim in (shape.head_dim, shape.value_dim)
         )
-        one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        one, none = (torch.full((1,), value, dtype=torch.int64, **there) for value in (1, 0))
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
-        table = torch.zeros(1, 1, dtype=torch.int32)
+        table = torch.zeros(1, 1, dtype=torch.int32, **there)
         two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0)
-        from fathom.kernels import refresh_cpu
+        if not runs_triton(query):
+            from fathom.kernels import refresh_cpu
 
-        refresh_cpu.warm_up(shape.dtype)
+            refresh_cpu.warm_up(shape.dtype)
 
     def drop(self, row: int) -> None:
         """The request finished, was aborted, or was taken back: it starts slow if it comes again."""
@@ -234,9 +244,16 @@ class SlowFast:
 
 @dataclass(frozen=True)
 class SpanStep:
-    """What the layers of one span read: plan, [batch, width] int32 page table, and the size of the evidence."""
+    """What the layers of one span read, on the device of the keys, and what is noted of it on the host.
+
+    Attributes:
+        held: of the step, on the host.
+        table: [batch, width] int32 page table.
+        width: entries of the evidence.
+    """
 
     step: SfiStep
+    held: torch.Tensor
     table: torch.Tensor
     width: int
 
@@ -345,7 +362,8 @@ class Step:
             table[line, begin:end] = slots[offsets[line] + begin : offsets[line] + end]
         taken = step.refresh.rows[step.refresh.rows >= 0]
         width = int(lengths[taken].max()) if len(taken) else 1
-        return SpanStep(step, torch.from_numpy(table), width)
+        device = state.shape.device
+        return SpanStep(step.on(device), step.held, send(table, device), width)
 
     def _refresh(
         self,
@@ -359,7 +377,7 @@ class Step:
         config, selector = self.state.config, self.state.options.selector
 
         def work() -> None:
-            began = time.perf_counter()
+            began = time.perf_counter()  # the host's part: on a GPU what it takes to enqueue the work
             refresh_layer(evidence, pool, compact, plan.table, batch, config, selector, layer, self.at_random)
             self.seconds += time.perf_counter() - began
 
@@ -375,7 +393,7 @@ class Step:
         renewed = self.evidence >= 0
         causes = state.phases.cause(rows).tolist()
         for span, plan in self.spans.items():
-            held = plan.step.held[self.last]
+            held = plan.held[self.last]
             state.held[span, rows] = torch.where(self.alternates, held, state.held[span, rows])
         state.refreshed[rows] = torch.where(self.alternates, self.refreshed, state.refreshed[rows])
         state.refresh_seconds += self.seconds

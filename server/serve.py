@@ -59,6 +59,7 @@ class Plan:
         face: policy and limits of the HTTP side.
         gate: how many requests are let in, and how long the last ones may take.
         verbose: whether to show tracebacks.
+        gpu_depth_pages: whether depth pages are wanted on a GPU.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Plan:
     face: Face
     gate: Gate
     verbose: bool
+    gpu_depth_pages: bool = False
 
 
 def parser() -> Parser:
@@ -144,6 +146,13 @@ def parser() -> Parser:
         help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt "
         "is computed without it, and its answer says so; 0 for none (default: the context length, and at most "
         f"{DEFAULT_PROPAGATION_BUFFER})",
+    )
+    memory.add_argument(
+        "--gpu-depth-pages",
+        action="store_true",
+        help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
+        "kernels; one GPU, no CUDA graphs, no overlap scheduling. Not run on a GPU yet; without it requests are "
+        "served there dense, by SGLang's own backends",
     )
     flags.add_arguments(result)
     sfi_options.add_arguments(result)
@@ -220,6 +229,7 @@ def plan(argv: list[str]) -> Plan:
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",
+        gpu_depth_pages=own.gpu_depth_pages,
     )
 
 
@@ -278,6 +288,10 @@ def main(argv: list[str]) -> NoReturn:
     checks.check_port(work.host, work.port)
     checks.check_model(work.model)
     _stop_on_sigterm()
+    if work.gpu_depth_pages:
+        from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
+
+        os.environ[GPU_DEPTH_PAGES] = "1"  # read by SGLang's platform, in this process and in its children
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
     from fathom.runtime.sglang_host import torchvision_ops
 

@@ -80,6 +80,13 @@ class CudaLanes:
         return self._stream if lane == AUXILIARY else torch.cuda.current_stream(self._stream.device)
 
 
+def lanes_of(device: torch.device | str) -> tuple[Lanes, int]:
+    """The lanes of a device, and how many ring slots are of use with them."""
+    if torch.device(device).type == "cuda":
+        return CudaLanes(device), RING_SLOTS
+    return InOrder(), 1
+
+
 class RefreshExecutor:
     """Runs the refreshes of one slow step::
 

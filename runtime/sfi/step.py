@@ -3,7 +3,7 @@
 All tensors stay on the device and all shapes follow from the host's numbers, so nothing here waits for a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -11,6 +11,7 @@ from fathom.kernels.pack_segment import pack_segment
 from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, plan_segments
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.selector import Selection, candidates, random_scores, select
+from fathom.runtime.staging import send
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,17 @@ class SfiStep:
     refreshed: torch.Tensor
     held: torch.Tensor
     refresh: RefreshBatch
+
+    def on(self, device: torch.device | str) -> "SfiStep":
+        """The same step with its tensors on a device, for kernels; itself where they are there already."""
+        if self.plan.packed.device == torch.device(device):
+            return self
+        names = [field.name for field in fields(RefreshBatch)]
+        moved = {
+            name: send(held, device) for name in names if (held := getattr(self.refresh, name)) is not None
+        }
+        plan = SegmentPlan(send(self.plan.packed, device), self.plan.kv_heads)
+        return SfiStep(plan, send(self.refreshed, device), send(self.held, device), RefreshBatch(**moved))
 
 
 def grant_evidence(

@@ -22,6 +22,7 @@ from fathom.runtime.fastkv.step import MECHANISM, propagated_count
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.plan import Step
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
+from fathom.runtime.staging import send
 from fathom.runtime.staircase import Choice, Rows, Work
 
 if TYPE_CHECKING:
@@ -259,40 +260,40 @@ class CompressionStep:
             job.scoring_seconds += time.perf_counter() - began
             if kept is not None:
                 target = self.memory.retained.slots(job.row, layer // self.span, 0, kept.shape[1])
-                compact_kv(
-                    keys, values, self._slots(job, layer)[kept], torch.from_numpy(target), disjoint=True
-                )
+                here = self._slots(job, layer, keys.device)[kept]
+                compact_kv(keys, values, here, send(target, keys.device), disjoint=True)
 
     def _window_mean(
         self, job: Job, layer: int, query: torch.Tensor, keys: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
         """[heads, present] attention of the window, or None while it is not complete."""
-        rows = query[job.window_rows.to(query.device)]
+        rows = query[send(job.window_rows, query.device)]
         if not job.final:
             if len(rows):
                 self.side.queries.setdefault(job.row, {}).setdefault(layer, []).append(rows.clone())
             return None
         earlier = self.side.queries.get(job.row, {}).get(layer, [])
         window = torch.cat([*earlier, rows])
-        slots = self._slots(job, layer)
+        slots = self._slots(job, layer, keys.device)
         view = window_of([len(window)], [len(slots)], slots.view(1, -1), causal=True)
         return row_mean_scores(window, keys, view, scale)[0]
 
-    def _slots(self, job: Job, layer: int) -> torch.Tensor:
-        """[present] slots of the prompt's entries at a layer."""
+    def _slots(self, job: Job, layer: int, device: torch.device) -> torch.Tensor:
+        """[present] slots of the prompt's entries at a layer, on the device."""
         span = layer // self.span
         if span not in job.slots:
             if span < self.memory.tables.first_private(job.row):
                 slots = self.memory.shared.slots(span, job.virtual)
             else:
                 slots = self.memory.tables.slots(job.row, span, 0, len(job.present(layer)))
-            job.slots[span] = torch.from_numpy(slots.astype(np.int64))
+            job.slots[span] = send(slots.astype(np.int64), device)
         return job.slots[span]
 
     def _select(self, job: Job, step: Step, mean: torch.Tensor) -> None:
         sizes = self._sizes(job, len(job.entered))
         saliency = pool_saliency(mean, sizes.ranked, 1, FastKVConfig.pool)
-        forced = torch.zeros(1, dtype=torch.int64) if job.work.plan.anchored_above(step.layer) else None
+        anchored = job.work.plan.anchored_above(step.layer)
+        forced = torch.zeros(1, dtype=torch.int64, device=mean.device) if anchored else None
         kept = propagated_tokens(saliency, sizes, step.rate, forced)
         job.selected = job.entered[kept.cpu().numpy()]
 
@@ -305,7 +306,7 @@ class CompressionStep:
         saliency = None
         if mean is not None and job.policy.needs_saliency:
             saliency = pool_saliency(mean, sizes.ranked, keys.shape[1], rule.pool)
-        positions = torch.from_numpy(present[: sizes.ranked].astype(np.int64)).to(keys.device)
+        positions = send(present[: sizes.ranked].astype(np.int64), keys.device)
         context = RetentionContext(positions, keys.shape[1], layer, job.seed, saliency)
         return retain(job.policy, context, sizes, rule.rate)
 

@@ -21,6 +21,9 @@ from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
+from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -44,11 +47,14 @@ class Captured:
     scale: float = 1.0
 
 
-class DraftAttentionBackend(CpuAttentionBackend):
+class DraftReads(SpanAttentionBackend):
     """Attention over virtual slots: one view for all layers, set before each pass."""
 
     view: SpanView
     captured: Captured | None = None
+
+    def span_of(self, layer_id: int) -> int:
+        return 0
 
     def view_of(self, layer_id: int) -> SpanView:
         return self.view
@@ -70,6 +76,14 @@ class DraftAttentionBackend(CpuAttentionBackend):
             rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[self.captured.rows]
             self.captured.queries.setdefault(layer.layer_id, []).append(rows.clone())
             self.captured.scale = layer.scaling
+
+
+class DraftAttentionBackend(DraftReads, CpuAttentionBackend):
+    """The draft's attention on a CPU."""
+
+
+class TritonDraftBackend(DraftReads, TritonAttentionBackend):
+    """The draft's attention in Triton."""
 
 
 class DraftWorker(TpModelWorker):
@@ -142,7 +156,7 @@ class DraftModel:
     def __init__(self, worker: DraftWorker) -> None:
         self.runner, self.target_runner = worker.model_runner, worker.target.model_runner
         self.pool = self.runner.token_to_kv_pool
-        self.backend: DraftAttentionBackend = self.runner.attn_backend
+        self.backend: DraftReads = self.runner.attn_backend
         self.vocabulary = worker.target.model_config.vocab_size
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
 
@@ -174,7 +188,7 @@ class DraftModel:
         wanted = np.arange(len(tokens)) if every else np.cumsum(counts) - 1
         batch = passes.prepare(self.runner, tokens, np.concatenate(places), wanted, len(tokens) == len(reads))
         if capture is not None:
-            capture.rows = torch.from_numpy(wanted)
+            capture.rows = send(wanted, self.runner.device)
         self.backend.captured = capture
         try:
             logits = passes.run(self.runner, batch).float()
@@ -186,9 +200,11 @@ class DraftModel:
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the KV of slots [n] to others."""
+        device = self.runner.device
+        here, there = (send(slots, device, torch.int64) for slots in (source, target))
         for buffers in (self.pool.k_buffer, self.pool.v_buffer):
             for buffer in buffers:
-                buffer[torch.from_numpy(target).long()] = buffer[torch.from_numpy(source).long()]
+                buffer[there] = buffer[here]
 
     def scratch_slots(self, request: int, count: int) -> np.ndarray:
         """[count] slots that belong to nobody, for the request-th of a group of look-aheads."""
@@ -216,7 +232,9 @@ class DraftModel:
         table = np.zeros((len(prompts), width), np.int64)
         for line, slots in zip(table, prompts, strict=True):
             line[: len(slots)] = slots
-        window = window_of(rows, [len(slots) for slots in prompts], torch.from_numpy(table), causal=False)
+        window = window_of(
+            rows, [len(slots) for slots in prompts], send(table, self.runner.device), causal=False
+        )
         out = None
         for layer, query in sorted(captured.items()):
             out = pooled_max_scores(query, self.pool.get_key_buffer(layer), window, scale, out=out)

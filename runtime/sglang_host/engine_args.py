@@ -1,7 +1,9 @@
-"""SGLang's server arguments with the defaults that suit a machine without a GPU."""
+"""SGLang's server arguments: defaults for a machine without a GPU, and what depth pages need on one with a GPU."""
 
 import argparse
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fathom.runtime.plan import default_span
 
@@ -21,6 +23,76 @@ CPU_FLAGS = {
     "--chunked-prefill-size": "2048",
     "--mem-fraction-static": "0.5",
 }
+
+
+GPU_DEPTH_PAGES = "FATHOM_GPU_DEPTH_PAGES"
+"""Environment variable, 1 for depth pages on a GPU; ``fathom serve --gpu-depth-pages`` sets it."""
+
+TRITON_BACKEND = "fathom_triton"
+"""Our attention backend's name on a GPU. SGLang takes it for one that launches Triton kernels, which it is."""
+
+
+class GpuRule(NamedTuple):
+    """An option that depth pages on a GPU leave no choice about.
+
+    Attributes:
+        flags: SGLang's flags for it.
+        holds: whether parsed arguments are so; it is looked at whatever they came from.
+        asks, why: what they have to be, and the reason.
+    """
+
+    flags: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    asks: str
+    why: str
+
+
+def _graphs_are_off(args: Any) -> bool:
+    phases = args.cuda_graph_config.decode, args.cuda_graph_config.prefill
+    return all(phase.backend == "disabled" for phase in phases)
+
+
+GPU_RULES = (
+    GpuRule(
+        ("--device", "cuda"),
+        lambda args: args.device == "cuda",
+        "--device cuda",
+        "kernels are launched there",
+    ),
+    GpuRule(
+        ("--attention-backend", TRITON_BACKEND),
+        lambda args: (
+            {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
+            <= {TRITON_BACKEND, None}
+        ),
+        f"--attention-backend {TRITON_BACKEND}",
+        "no other backend reads depth pages",
+    ),
+    GpuRule(
+        ("--disable-overlap-schedule",),
+        lambda args: args.disable_overlap_schedule,
+        "--disable-overlap-schedule",
+        "page tables are worked out on the host from the tokens that the step before has put out",
+    ),
+    GpuRule(
+        ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+        _graphs_are_off,
+        "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+        "no step has been captured and replayed on a GPU yet",
+    ),
+    GpuRule(
+        ("--sampling-backend", "pytorch"),
+        lambda args: args.sampling_backend == "pytorch",
+        "--sampling-backend pytorch",
+        "drafted tokens are verified against SGLang's PyTorch sampler",
+    ),
+    GpuRule(
+        (),
+        lambda args: args.tp_size == args.pp_size == args.dp_size == 1,
+        "one GPU",
+        "each process would have to choose the same tokens",
+    ),
+)
 
 # The pool is the host's memory, written to when it is made: take what can be used, not half of the machine.
 CPU_KV_BYTES = 4 << 30
@@ -91,6 +163,29 @@ def _limit_cpu_pool(argv: list[str]) -> list[str]:
     return [*argv, "--max-total-tokens", str(tokens)]
 
 
+def with_gpu_rules(argv: list[str]) -> list[str]:
+    """``argv`` with what depth pages on a GPU ask for, where it says nothing of it itself."""
+    given = {arg.split("=", 1)[0] for arg in argv}
+    return [
+        *argv,
+        *(word for rule in GPU_RULES if not given & set(rule.flags[::2]) for word in rule.flags),
+    ]
+
+
+def check_gpu_rules(args: Any) -> None:
+    """Refuse arguments under which depth pages on a GPU would not work.
+
+    Args:
+        args: SGLang's arguments as they were resolved.
+
+    Raises:
+        ValueError: naming what is asked for, and why.
+    """
+    for rule in GPU_RULES:
+        if not rule.holds(args):
+            raise ValueError(f"--gpu-depth-pages needs {rule.asks}: {rule.why}")
+
+
 def build(argv: list[str]) -> "ServerArgs":
     """Parse SGLang's own flags.
 
@@ -99,15 +194,27 @@ def build(argv: list[str]) -> "ServerArgs":
 
     Raises:
         SystemExit: from SGLang's parser, for an unknown flag or an illegal value.
+        ValueError: where depth pages are wanted on a GPU and cannot be had.
     """
     from fathom.runtime.sglang_host import torchvision_ops
 
     torchvision_ops.declare()
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.model_override_base import resolved_view
     from sglang.srt.platforms import current_platform
     from sglang.srt.server_args import prepare_server_args
 
-    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+    from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 
+    if isinstance(current_platform, FathomCudaPlatform):
+        if TRITON_BACKEND not in ATTENTION_BACKEND_CHOICES:
+            add_attention_backend_choices([TRITON_BACKEND])
+        args = prepare_server_args(with_gpu_rules(argv))
+        args.resolve_once()
+        check_gpu_rules(resolved_view(args))
+        return args
+    if os.getenv(GPU_DEPTH_PAGES, "0") == "1":
+        raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
         argv = _limit_cpu_pool(with_cpu_defaults(argv))
     return prepare_server_args(argv)

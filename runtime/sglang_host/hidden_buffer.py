@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fathom.runtime.staging import send
+
 
 @dataclass
 class _Waiting:
@@ -58,7 +60,7 @@ class HiddenBuffer:
         slots = self._free[self._count - count : self._count].copy()
         self._count -= count
         self.peak = max(self.peak, self.used)
-        at = torch.from_numpy(slots).to(hidden.device)
+        at = send(slots, hidden.device)
         self._states[0, at] = hidden
         self._residual = residual is not None
         if residual is not None:
@@ -73,7 +75,7 @@ class HiddenBuffer:
         held = self._waiting[row]
         found = np.searchsorted(held.positions, positions)
         assert (held.positions[found] == positions).all(), "a hidden state was asked for that nobody kept"
-        at = torch.from_numpy(held.slots[found]).to(self._states.device)
+        at = send(held.slots[found], self._states.device)
         return self._states[0, at], self._states[1, at] if self._residual else None
 
     def drop(self, row: int) -> None:

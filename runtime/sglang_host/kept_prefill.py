@@ -19,6 +19,7 @@ from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal
+from fathom.runtime.staging import send
 from fathom.runtime.staircase import Rows
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class KeptForward(SpanForward):
         """Split what enters into the sub-chunks that go first and the one that goes with the batch."""
         work, selection = self.works[index], side.state(request).selection
         assert selection is not None, "the prompt has ended and nobody chose from it"
-        kept = selection.tokens.numpy()
+        kept = selection.tokens.cpu().numpy()
         drafted = len(self.drafted.get(index, ()))
         enters = np.concatenate([kept, np.arange(work.prompt_tokens, work.end + drafted)])
         # Everything from the last prompt token on goes with the batch, and what judges the others.
@@ -95,7 +96,7 @@ class KeptForward(SpanForward):
         first = np.cumsum(counts) - counts
         for index in self.drafted:
             self.drafted_logits[index] = logits[first[index] : first[index] + counts[index]].clone()
-        return logits[torch.from_numpy(first)]
+        return logits[send(first, logits.device)]
 
     def _resize(self, rows: Rows, count: np.ndarray) -> None:
         super()._resize(rows, count)
@@ -129,14 +130,14 @@ class KeptForward(SpanForward):
             if index in self.entering:
                 drafted = self.drafted.get(index, [])
                 tokens = tokens_at(self.requests[index], rows.position[mine], drafted)
-                ids.append(torch.tensor(tokens).to(input_ids))
+                ids.append(send(torch.tensor(tokens), input_ids.device, input_ids.dtype))
             else:
                 if rows.again[mine.start]:
                     ids.append(input_ids.new_tensor([self.first_tokens[index]]))
                 ids.append(input_ids[offset : offset + new])
             offset += new
         self.input_ids = torch.cat(ids)
-        self.positions = torch.from_numpy(rows.position.astype(np.int64)).to(positions)
+        self.positions = send(rows.position.astype(np.int64), positions.device, positions.dtype)
         self.forward_batch.hidden_states = self.forward_batch.residual = None
 
 

@@ -9,6 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from fathom.runtime.kv.view import SpanView
+from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -38,7 +39,7 @@ def prepare(
         wanted: ascending rows; the logits of a pass are [len(wanted), vocabulary].
         decode: whether every row is a request of its own that reads its whole table (all rows are wanted then).
     """
-    ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
+    ids = send(torch.tensor(tokens, dtype=torch.int64), runner.device)
     # SGLang's logits are those of each request's last row: a "request" here ends at each wanted row.
     ends = np.asarray(wanted, np.int64) + 1
     counts = np.diff(np.concatenate([[0], ends])).astype(np.int64)
@@ -48,11 +49,11 @@ def prepare(
         batch_size=len(counts),
         input_ids=ids,
         req_pool_indices=torch.zeros(len(counts), dtype=torch.int64, device=runner.device),
-        seq_lens=lengths.to(runner.device),
+        seq_lens=send(lengths, runner.device),
         out_cache_loc=torch.zeros(len(ids), dtype=torch.int64, device=runner.device),
         seq_lens_sum=int(lengths.sum()),
         seq_lens_cpu=lengths,
-        positions=torch.from_numpy(np.asarray(positions, np.int64)).to(runner.device),
+        positions=send(np.asarray(positions, np.int64), runner.device),
         capture_hidden_mode=CaptureHiddenMode.NULL,
         spec_algorithm=runner.spec_algorithm,
     )
@@ -63,11 +64,12 @@ def prepare(
 
 def set_wanted(batch: ForwardBatch, counts: np.ndarray) -> None:
     """Let the logits be those of the rows at which runs of ``counts`` rows end."""
-    batch.extend_seq_lens = torch.from_numpy(counts).to(torch.int32)
+    device = batch.input_ids.device
+    batch.extend_seq_lens = send(counts, device, torch.int32)
     batch.extend_seq_lens_cpu = counts.tolist()
-    batch.extend_prefix_lens = torch.zeros(len(counts), dtype=torch.int32)
+    batch.extend_prefix_lens = torch.zeros(len(counts), dtype=torch.int32, device=device)
     batch.extend_prefix_lens_cpu = [0] * len(counts)
-    batch.extend_start_loc = torch.from_numpy(np.cumsum(counts) - counts).to(torch.int32)
+    batch.extend_start_loc = send(np.cumsum(counts) - counts, device, torch.int32)
     batch.extend_num_tokens = int(counts.sum())
 
 

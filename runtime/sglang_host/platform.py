@@ -1,29 +1,30 @@
-"""Lets SGLang's engine run on a machine without a GPU.
+"""Lets SGLang's engine run on Fathom's memory and attention: without a GPU, and with one where the operator asks.
 
 Registered under the entry point group ``sglang.srt.platforms``; SGLang calls :func:`activate` in every process.
 SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) needs an AMX build of ``sgl_kernel`` that no package index
-has. An out-of-tree platform with native (plain PyTorch) dispatch needs nothing but PyTorch.
+has. An out-of-tree platform with native (plain PyTorch) dispatch needs nothing but PyTorch. The same on a GPU:
+element-wise layers are PyTorch's there, and attention is Fathom's, in Triton.
 """
 
 import os
 
 from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, TRITON_BACKEND
 
 torchvision_ops.declare()
 
 import torch  # noqa: E402
 from sglang.srt.platforms.cpu import CpuDeviceMixin  # noqa: E402
+from sglang.srt.platforms.cuda import CudaDeviceMixin  # noqa: E402
 from sglang.srt.platforms.device_mixin import PlatformEnum  # noqa: E402
 from sglang.srt.platforms.interface import SRTPlatform  # noqa: E402
 
 
-class FathomCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU whose operators are PyTorch's own: SGLang calls each layer's ``forward_native``."""
+class DepthPagePlatform(SRTPlatform):
+    """A platform whose KV is in depth pages and whose operators are PyTorch's own: SGLang calls each layer's
+    ``forward_native``."""
 
     _enum = PlatformEnum.OOT
-
-    def get_default_attention_backend(self) -> str:
-        return "torch_native"
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -39,6 +40,15 @@ class FathomCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return DepthAllocator if LAYOUT.used else CpuPagedAllocator
 
+
+class FathomCpuPlatform(CpuDeviceMixin, DepthPagePlatform):
+    """A CPU."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"
 
@@ -46,12 +56,37 @@ class FathomCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
 
+class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
+    """An NVIDIA GPU. Not run on one yet."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return TRITON_BACKEND
+
+    def support_cuda_graph(self) -> bool:
+        return False
+
+    def support_piecewise_cuda_graph(self) -> bool:
+        return False
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CUDA"
+
+    def get_torch_profiler_activity(self) -> "torch.profiler.ProfilerActivity":
+        return torch.profiler.ProfilerActivity.CUDA
+
+
 def activate() -> str | None:
     """Name of the platform class, or None where SGLang should choose by itself.
 
-    Stays out of the way when any accelerator is present or SGLang's own CPU engine was asked for.
+    Stays out of the way when SGLang's own CPU engine was asked for, and when any accelerator is present, unless the
+    operator wants depth pages on it.
     """
-    accelerator = torch.accelerator.is_available()
-    if accelerator or os.getenv("SGLANG_USE_CPU_ENGINE", "0") == "1":
+    if os.getenv("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    return f"{__name__}:FathomCpuPlatform"
+    if not torch.accelerator.is_available():
+        return f"{__name__}:{FathomCpuPlatform.__name__}"
+    if os.getenv(GPU_DEPTH_PAGES, "0") == "1" and torch.version.cuda and torch.cuda.is_available():
+        return f"{__name__}:{FathomCudaPlatform.__name__}"
+    return None

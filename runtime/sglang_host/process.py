@@ -22,7 +22,7 @@ def install(
     sfi: SfiOptions | None = None,
     draft_cost: float | None = None,
 ) -> None:
-    """Put our scheduler and, on a machine without a GPU, our attention backend and memory in SGLang's places.
+    """Put our scheduler and, on a platform of ours, our attention backend and memory in SGLang's places.
 
     Args:
         depth_span: layers per depth page, or None for the model's default.
@@ -37,35 +37,43 @@ def install(
     from sglang.srt.platforms import current_platform
 
     from fathom.runtime.sglang_host import seeds
-    from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+    from fathom.runtime.sglang_host.platform import DepthPagePlatform, FathomCpuPlatform
     from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
     scheduler_module.Scheduler = FathomScheduler
-    on_cpu = isinstance(current_platform, FathomCpuPlatform)
-    seeds.install(on_cpu)
-    if on_cpu:
+    ours = isinstance(current_platform, DepthPagePlatform)
+    seeds.install(ours)
+    if ours:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import cpu_ops, draft_side, kv_tree, slow_fast
+        from fathom.runtime.sglang_host import draft_side, kv_tree, slow_fast
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
-        # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
-        torch._dynamo.config.disable = True
-
-        register_attention_backend("torch_native")(_cpu_backend)
+        register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
         slow_fast.SETTINGS.options = sfi or SfiOptions()
         draft_side.OPTIONS.cost = draft_cost
         registry.default_radix_cache_factory = kv_tree.factory
+    if isinstance(current_platform, FathomCpuPlatform):
+        from fathom.runtime.sglang_host import cpu_ops
+
+        # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
+        torch._dynamo.config.disable = True
         cpu_ops.register()
 
 
-def _cpu_backend(model_runner: Any) -> Any:
-    """The attention backend of the target, or of the draft."""
-    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
-    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend
+def attention_backend(model_runner: Any) -> Any:
+    """The attention backend of the target, or of the draft; on Triton where its kernels run."""
+    import torch
 
+    from fathom.kernels.dispatch import INTERPRETED
+    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend, TritonDraftBackend
+    from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+
+    if INTERPRETED or torch.device(model_runner.device).type == "cuda":
+        return (TritonDraftBackend if model_runner.is_draft_worker else TritonAttentionBackend)(model_runner)
     return (DraftAttentionBackend if model_runner.is_draft_worker else CpuAttentionBackend)(model_runner)
 
 

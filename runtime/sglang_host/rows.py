@@ -8,6 +8,7 @@ from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torc
 from sglang.srt.managers.schedule_batch import Req
 
 from fathom.runtime.sglang_host.requests import policy_of
+from fathom.runtime.staging import send
 from fathom.runtime.verify import match, reject, target_probs
 
 
@@ -78,7 +79,7 @@ class RowSampler:
             logits += self.info.logit_bias[self.index]
         for row, mask in zip(logits, masks, strict=True):
             if mask is not None:
-                self.request.grammar.apply_vocab_mask(row.view(1, -1), mask)
+                self.request.grammar.apply_vocab_mask(row.view(1, -1), send(mask, row.device))
         return logits
 
     def _each(self, values: torch.Tensor, rows: int) -> torch.Tensor:
@@ -113,8 +114,10 @@ class RowSampler:
         Args:
             logits: [len(drafted) + 1, vocabulary] prepared; position: of the token before the first drafted one.
         """
-        count = torch.tensor([len(drafted)])
-        tokens = torch.tensor([drafted], dtype=torch.long)
+        device = logits.device
+        count, tokens = (
+            send(torch.tensor([values]), device, torch.long) for values in (len(drafted), drafted)
+        )
         if self.greedy or self.seeded:
             choices = (
                 (logits.argmax(-1) if self.greedy else self._seeded(logits, position)).view(1, -1).long()
@@ -122,7 +125,9 @@ class RowSampler:
             return choices[0, : int(match(choices, tokens, count)) + 1].tolist()
         vocabulary = logits.shape[1]
         q = [
-            torch.nn.functional.one_hot(torch.tensor([token]), vocabulary).float() if probs is None else probs
+            torch.nn.functional.one_hot(torch.tensor([token], device=device), vocabulary).float()
+            if probs is None
+            else probs
             for token, probs in zip(drafted, proposed, strict=True)
         ]
         draft = torch.cat(q).view(1, -1, vocabulary) if q else logits.new_zeros(1, 0, vocabulary)
@@ -140,7 +145,7 @@ class RowSampler:
             self._each(info.min_ps, rows),
             False,
             self._each(info.sampling_seed, rows),
-            torch.arange(position, position + rows),
+            torch.arange(position, position + rows, device=logits.device),
         )
 
     def run(self, logits: torch.Tensor, tokens: list[int]) -> Run:
@@ -151,7 +156,8 @@ class RowSampler:
         temperature = 1.0 if self.greedy else float(self.info.temperatures[self.index])
         logprobs = torch.log_softmax(logits[: len(tokens)] / temperature, -1)
         logprobs = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
-        found.logprobs = logprobs.gather(1, torch.tensor(tokens).view(-1, 1)).view(-1).tolist()
+        chosen = send(torch.tensor(tokens), logprobs.device).view(-1, 1)
+        found.logprobs = logprobs.gather(1, chosen).view(-1).tolist()
         if asked.top_logprobs_num > 0:
             values, ids = logprobs.topk(asked.top_logprobs_num)
             found.top = list(zip(values.tolist(), ids.tolist(), strict=True))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fathom.runtime.sglang_host.draft_seams import DRAFT_SEAMS
+from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
@@ -419,6 +420,7 @@ LEDGER: tuple[Seam, ...] = (
     ),
     *KV_SEAMS,
     *DRAFT_SEAMS,
+    *GPU_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

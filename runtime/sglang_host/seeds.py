@@ -54,9 +54,9 @@ def merge_batch(self: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
     _merge_batch(self, other)
 
 
-def install(on_cpu: bool) -> None:
-    """Put the functions in SGLang's places; on a CPU also a hash that needs no compiled operator."""
+def install(native: bool) -> None:
+    """Put the functions in SGLang's places; where operators are PyTorch's own, also a hash that is not compiled."""
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
     SamplingBatchInfo.merge_batch = merge_batch
-    if on_cpu:
+    if native:
         sampler.murmur_hash32 = murmur_hash32

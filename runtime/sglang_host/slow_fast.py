@@ -91,6 +91,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
         dtype=keys.dtype,
         longest=rows.shape[1],
         rows=rows.shape[0],
+        device=keys.device,
     )
     vocabulary = config.vocab_size
     ids = trigger_ids(getattr(tokenizer, "backend_tokenizer", tokenizer))

@@ -12,6 +12,7 @@ from fathom.runtime.kv.view import Batch
 from fathom.runtime.sglang_host.compression import CompressionStep, selectors
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import prompt_tokens
+from fathom.runtime.staging import send
 from fathom.runtime.staircase import Rows, Work
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class SpanForward:
         return staircase.first_rows(self.works)
 
     def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        again = torch.from_numpy(rows.again).to(input_ids.device)
+        again = send(rows.again, input_ids.device)
         self.input_ids = input_ids.new_empty(len(rows))
         self.positions = positions.new_zeros(len(rows))
         self.input_ids[~again], self.positions[~again] = input_ids, positions
@@ -84,7 +85,7 @@ class SpanForward:
         self.logits = self.model.forward_split_prefill(self.input_ids, self.positions, batch, (low, high))
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
-        chosen = torch.from_numpy(index).to(self.input_ids.device)
+        chosen = send(index, self.input_ids.device)
         self.input_ids, self.positions = self.input_ids[chosen], self.positions[chosen]
         batch = self.forward_batch
         if batch.hidden_states is not None:
@@ -93,19 +94,19 @@ class SpanForward:
 
     def recall(self, earlier: Mapping[int, np.ndarray], order: np.ndarray) -> None:
         assert self.compression is not None
-        batch, index = self.forward_batch, torch.from_numpy(order).to(self.input_ids.device)
+        batch, index = self.forward_batch, send(order, self.input_ids.device)
         states = list(self.compression.recall(earlier))
         batch.hidden_states = torch.cat([batch.hidden_states, *(hidden for hidden, _ in states)])[index]
         if batch.residual is not None:
             batch.residual = torch.cat([batch.residual, *(residual for _, residual in states)])[index]
-        positions = torch.from_numpy(np.concatenate(list(earlier.values()))).to(self.positions)
+        positions = send(np.concatenate(list(earlier.values())), self.positions.device, self.positions.dtype)
         self.positions = torch.cat([self.positions, positions])[index]
         # Nothing above layer 0 reads a prompt's token ids.
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_zeros(len(positions))])[index]
 
     def _hidden(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states and residuals of some of the rows."""
-        batch, index = self.forward_batch, torch.from_numpy(rows).to(self.input_ids.device)
+        batch, index = self.forward_batch, send(rows, self.input_ids.device)
         return batch.hidden_states[index], None if batch.residual is None else batch.residual[index]
 
     def _resize(self, rows: Rows, count: np.ndarray) -> None:
@@ -119,5 +120,5 @@ class SpanForward:
             starts = np.bincount(rows.request[before], minlength=len(self.works))
             batch.extend_logprob_start_lens_cpu = starts.tolist()
         batch.extend_seq_lens_cpu = count.tolist()
-        batch.extend_seq_lens = torch.from_numpy(count).to(batch.extend_seq_lens)
+        batch.extend_seq_lens = send(count, batch.extend_seq_lens.device, batch.extend_seq_lens.dtype)
         batch.extend_num_tokens = int(count.sum())

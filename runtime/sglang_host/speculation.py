@@ -21,7 +21,9 @@ from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
 from fathom.runtime.sglang_host.rows import RowSampler, Run, drafts, grammar_mask
+from fathom.runtime.sglang_host.span_attention import virtual_slots
 from fathom.runtime.sglang_host.tails import Tail, Tails
+from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -203,25 +205,21 @@ class VerifyForward:
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: "ForwardBatch", **_: Any
     ) -> LogitsProcessorOutput:
         tokens: list[int] = []
-        places, virtual, new, lengths = [], [], [], []
-        for index, (token, row, length) in enumerate(
-            zip(input_ids.tolist(), self.pool_rows, self.lengths, strict=True)
-        ):
+        places, new, lengths = [], [], []
+        for index, (token, length) in enumerate(zip(input_ids.tolist(), self.lengths, strict=True)):
             drafted = self.drafted.get(index, [])
             tokens += [token, *drafted]
             new.append(1 + len(drafted))
             lengths.append(length + len(drafted))
             places.append(np.arange(length - 1, lengths[-1]))
-            virtual.append(self.rows[row, : lengths[-1]].numpy())
-        rows, count = np.array(self.pool_rows), np.array(new)
-        self.runner.attn_backend.set_batch(
-            Batch.plain(rows, np.array(lengths), np.concatenate(virtual), count)
-        )
+        rows, count, ends = np.array(self.pool_rows), np.array(new), np.array(lengths)
+        virtual = virtual_slots(self.rows, rows, ends)
+        self.runner.attn_backend.set_batch(Batch.plain(rows, ends, virtual, count))
         batch = passes.prepare(self.runner, tokens, np.concatenate(places), np.arange(len(tokens)))
         logits = passes.run(self.runner, batch)
         first = np.cumsum(count) - count
         self.logits = {i: logits[first[i] : first[i] + count[i]] for i in self.drafted}
-        return LogitsProcessorOutput(next_token_logits=logits[torch.from_numpy(first)].clone())
+        return LogitsProcessorOutput(next_token_logits=logits[send(first, logits.device)].clone())
 
 
 def settle(

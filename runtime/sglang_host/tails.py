@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 from fathom.runtime.kv.memory import Growth
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.staging import send
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Tails:
             count //= 2
         if count:
             held, end = torch.tensor([begin]), torch.tensor([begin + count])
+            there = self.rows.device
             last = self.rows[row, begin - 1].long().view(1)
-            slots = self.allocator.alloc_extend(held, held, end, end, last, count)
+            slots = self.allocator.alloc_extend(send(held, there), held, send(end, there), end, last, count)
             assert slots is not None, "virtual slots were counted"
             self.rows[row, begin : begin + count] = slots.to(self.rows.dtype)
-            self.allocator.memory.grow([self._growth(row, begin, begin + count, slots.numpy())])
+            self.allocator.memory.grow([self._growth(row, begin, begin + count, slots.cpu().numpy())])
         return Tail(request, begin, count)
 
     def settle(self, tail: Tail, kept: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fathom.runtime import flow
@@ -17,7 +18,7 @@ from fathom.runtime.decode import Outcome, SlowFast
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
-from fathom.runtime.sglang_host import draft_cache, kv_schedule, slow_fast
+from fathom.runtime.sglang_host import draft_cache, gpu_memory, kv_schedule, slow_fast
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
@@ -27,6 +28,7 @@ from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.platform import FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
@@ -56,6 +58,8 @@ class FathomWorker(TpModelWorker):
             self.draft_worker = DraftWorker(self)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        if isinstance(current_platform, FathomCudaPlatform):
+            gpu_memory.install(gpu_memory.reserve_of(self, self.draft_worker))
         super().alloc_memory_pool(*args, **kwargs)
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
@@ -204,7 +208,7 @@ class FathomWorker(TpModelWorker):
         if self.draft_side is None or not is_judged(request):
             return None
         selection = self.draft_side.state(request).selection
-        return None if selection is None else selection.tokens.numpy()
+        return None if selection is None else selection.tokens.cpu().numpy()
 
     def _settle(self, batch: ScheduleBatch, step: CompressionStep) -> None:
         """Prompts whose kept entries are in place hold nothing else from here on."""

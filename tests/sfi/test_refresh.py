@@ -13,7 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.runtime.sfi.refresh import AUXILIARY, MAIN, EvidenceRing, InOrder, RefreshExecutor
+from fathom.runtime.sfi.refresh import (
+    AUXILIARY,
+    MAIN,
+    RING_SLOTS,
+    CudaLanes,
+    EvidenceRing,
+    InOrder,
+    RefreshExecutor,
+    lanes_of,
+)
 
 
 class Event:
@@ -209,3 +218,12 @@ def test_evidence_slots_do_not_overlap():
         ValueError, match="2 requests of 100 entries do not fit in an evidence slot: at most 1"
     ):
         ring.view(0, 2, 100)
+
+
+def test_a_gpu_has_two_lanes_and_a_cpu_one(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)))
+    lanes, slots = lanes_of("cuda:0")
+    assert isinstance(lanes, CudaLanes) and slots == RING_SLOTS and made == [("cuda:0", 0)]
+    lanes, slots = lanes_of(torch.device("cpu"))
+    assert isinstance(lanes, InOrder) and slots == 1 and len(made) == 1

@@ -1,0 +1,80 @@
+"""What Fathom keeps on a GPU beside the target's KV, told to SGLang before it gives that all the memory there is.
+
+On a CPU memory that nobody has written to is not taken; on a GPU it is, so the compact buffers and the evidence of
+slow-fast decoding, FastKV's waiting hidden states and the draft's KV have to be counted.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+from fathom.runtime.decode import Shape
+from fathom.runtime.plan import choose_span
+from fathom.runtime.sfi.refresh import RING_SLOTS
+from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
+from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.slow_fast import SETTINGS
+
+_cell_size = DefaultPoolConfigurator._compute_cell_size
+_available_bytes = KVCacheConfigurator._profile_available_bytes
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes beside the target's KV.
+
+    Attributes:
+        fixed: whatever the size of the pool.
+        per_token: for each token that the pool holds at all depths.
+    """
+
+    fixed: int
+    per_token: int
+
+
+def reserve_of(worker: Any, draft: Any | None) -> Reserve:
+    """What a target's worker and its draft's need, their models loaded."""
+    config, runner = worker.model_config, worker.model_runner
+    layers = runner.layer_info.num_effective_layers
+    span = choose_span(layers, LAYOUT.span)
+    shape = Shape(
+        layers,
+        span,
+        config.num_attention_heads,
+        config.get_num_kv_heads(1),
+        config.head_dim,
+        config.v_head_dim,
+        runner.kv_cache_dtype,
+        config.context_len,
+        rows=0,
+    )
+    waiting = 2 * LAYOUT.propagation_buffer * config.hidden_size * config.dtype.itemsize
+    fixed = shape.buffer_bytes(SETTINGS.options) + shape.evidence_bytes(SETTINGS.options, RING_SLOTS)
+    fixed += 0 if LAYOUT.tsp_layer is None else waiting
+    if draft is None:
+        return Reserve(fixed, 0)
+    # The draft has a slot for each virtual one, of which there are as many per token as spans.
+    slot = bytes_per_slot(draft)
+    return Reserve(fixed + SCRATCH_SLOTS * slot, layers // span * slot)
+
+
+def install(reserve: Reserve) -> None:
+    """Put the functions in SGLang's places, for this process's only target."""
+
+    def compute_cell_size(self: Any, kvc: Any, num_layers: int) -> int:
+        return _cell_size(self, kvc, num_layers) + reserve.per_token
+
+    def profile_available_bytes(self: Any, pre_model_load_memory: int) -> int:
+        left = _available_bytes(self, pre_model_load_memory) - reserve.fixed
+        if left <= 0:
+            needed = f"{reserve.fixed >> 20} MiB are needed beside it"
+            raise ValueError(
+                f"no GPU memory is left for KV: {needed}; set --sfi-buffer-mib, --sfi-evidence-mib or "
+                "--propagation-buffer lower, or --mem-fraction-static higher"
+            )
+        return left
+
+    DefaultPoolConfigurator._compute_cell_size = compute_cell_size
+    KVCacheConfigurator._profile_available_bytes = profile_available_bytes

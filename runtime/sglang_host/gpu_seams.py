@@ -1,0 +1,115 @@
+"""The seams of depth pages on a GPU: the platform, the options that are asked for, the size of the pool.
+
+They are looked at on every machine, so that one without a GPU finds out when SGLang has changed.
+"""
+
+import inspect
+
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
+
+GPU_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "platforms.cuda:CudaDeviceMixin",
+        "subclass",
+        "our platform for GPUs is SGLang's in all that concerns the device",
+        check=lambda c: (
+            {
+                "get_device_total_memory",
+                "is_pin_memory_available",
+                "get_torch_distributed_backend_str",
+            }
+            <= set(vars(c))
+        ),
+    ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "platforms:_resolve_platform",
+        "register",
+        "our plugin is asked before SGLang looks for a GPU itself",
+        "",
+        lambda f: {"load_plugins_by_group", "_is_cuda_available"} <= set(f.__code__.co_names),
+    ),
+    relies_on(
+        SERVER,
+        "arg_groups.choices:add_attention_backend_choices",
+        "call",
+        "--attention-backend takes the name of ours",
+        check=lambda add: add.__name__ == "extend" and "torch_native" in add.__self__,
+    ),
+    relies_on(
+        SERVER,
+        "server_args:ServerArgs.resolve_once",
+        "call",
+        "what was asked for is checked as it will be, not as it was written",
+        "",
+    ),
+    relies_on(
+        SERVER,
+        "arg_groups.model_override_base:resolved_view",
+        "call",
+        "reads arguments as they were resolved",
+        "server_args",
+    ),
+    relies_on(
+        SCHEDULER,
+        "utils.common:support_triton",
+        "read",
+        "helpers launch SGLang's Triton kernels for our backend on a GPU",
+        "backend",
+        lambda f: f("fathom_triton"),
+    ),
+    *(
+        relies_on(SCHEDULER, target, "read", why, check=reads_global("support_triton"))
+        for target, why in (
+            (
+                "mem_cache.allocation:write_cache_indices",
+                "fills the request table without waiting for the device",
+            ),
+            (
+                "model_executor.forward_batch_info:compute_position",
+                "positions of a prefill batch, on the device",
+            ),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner_components.cuda_graph_setup:capture_decode_graph",
+        "read",
+        "captures nothing where the decode phase's backend is disabled",
+        check=reads_global("check_cuda_graph_backend"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.event_loop_normal",
+        "read",
+        "without overlap a step's result is processed before the next batch is composed",
+        "",
+        lambda f: (
+            {"get_next_batch_to_run", "run_batch", "process_batch_result"}
+            <= set(inspect.unwrap(f).__code__.co_names)
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.pool_configurator:DefaultPoolConfigurator._compute_cell_size",
+        "replace",
+        "the draft's KV counts in the bytes of a token",
+        "kvc num_layers",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.pool_configurator:DefaultPoolConfigurator.__init__",
+        "read",
+        "takes the bytes of a token from there",
+        "kvc",
+        reads_attributes("_compute_cell_size"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.kv_cache_configurator:KVCacheConfigurator._profile_available_bytes",
+        "replace",
+        "what lies beside the pool is taken off its budget",
+        "pre_model_load_memory",
+    ),
+)

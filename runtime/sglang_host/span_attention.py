@@ -1,0 +1,212 @@
+"""What Fathom's attention backends share: the views of a step, where its keys go, taps, and rows that alternate."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+
+from fathom.runtime.decode import Step
+from fathom.runtime.kv.view import Batch, SpanView, view
+from fathom.runtime.staging import send
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Sees a layer's prefill attention before it is computed: layer, rotated queries [rows, heads, head_dim], the
+pool's keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the scale of the products."""
+
+
+def virtual_slots(table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum of lengths] virtual slots of requests, one after the other.
+
+    Args:
+        table: SGLang's request table [rows, positions], on any device.
+    """
+    if table.device.type == "cpu":
+        host = table.numpy()
+        found = [host[row, :length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        return np.concatenate(found or [host[0, :0]])
+    longest = int(lengths.max(initial=0))
+    host = table[send(rows, table.device, torch.int64), :longest].cpu().numpy()
+    return host[np.arange(longest) < lengths[:, None]]
+
+
+class SpanAttentionBackend(AttentionBackend):
+    """Attention over depth pages; how it is computed is a subclass's business.
+
+    Everything about tables is worked out on the host, from the host's own numbers.
+    """
+
+    name = ""
+    """In refusals."""
+    batch: Batch
+    alternating: Step | None = None
+    """While a batch runs that has requests which decode slow and fast: what they read, and where no drafted tokens
+    are verified, what every decoding request reads."""
+
+    def __init__(self, model_runner: "ModelRunner") -> None:
+        super().__init__()
+        config = model_runner.model_config
+        if model_runner.use_mla_backend or config.is_encoder_decoder:
+            raise NotImplementedError(
+                f"the {self.name} attention backend serves decoder-only models with multi-head, grouped-query or "
+                "multi-query attention; this model has "
+                + ("an encoder" if config.is_encoder_decoder else "multi-head latent attention")
+            )
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.kv_pool = model_runner.token_to_kv_pool
+        self.memory = model_runner.token_to_kv_pool_allocator.memory
+        self.views: dict[int, SpanView] = {}
+        self.taps: dict[int, Tap] = {}
+
+    # --- how attention is computed ---
+
+    @abstractmethod
+    def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
+        """Attention of one row per segment: query [rows, heads, head_dim], output [rows, heads, value_dim]."""
+
+    @abstractmethod
+    def extend(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
+        layer: "RadixAttention",
+        span_view: SpanView,
+        output: torch.Tensor,
+        skipped: np.ndarray | None,
+    ) -> None:
+        """Causal attention of packed rows, into ``output`` [rows, heads, value_dim].
+
+        Args:
+            query: [rows, heads, head_dim].
+            new: the rows' own keys and values, as the model gave them; None where only the pool has them.
+            skipped: [segments] bool, those whose rows are computed elsewhere: what is written to them counts for
+                nothing. None where there are none.
+        """
+
+    @abstractmethod
+    def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
+        """[rows] int64 on the pool's device: where the rows' keys and values go."""
+
+    # --- SGLang's interface ---
+
+    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+        rows = forward_batch.req_pool_indices.cpu().numpy()
+        lengths = forward_batch.seq_lens.cpu().numpy()
+        new = np.ones(len(rows), np.int64)
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            new = np.array(forward_batch.extend_seq_lens_cpu, np.int64)
+        self.set_batch(Batch.plain(rows, lengths, virtual_slots(self.req_to_token, rows, lengths), new))
+
+    def set_batch(self, batch: Batch) -> None:
+        """From here on the layers compute these rows."""
+        self.batch = batch
+        self.views = {}
+
+    def view_of(self, layer_id: int) -> SpanView:
+        """What a layer reads and writes in this step."""
+        span = self.span_of(layer_id)
+        if span not in self.views:
+            self.views[span] = view(self.memory, self.batch, span)
+        return self.views[span]
+
+    def span_of(self, layer_id: int) -> int:
+        """The span of a layer: layers of one span share a view."""
+        return layer_id // self.kv_pool.span
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> torch.Tensor:
+        span_view = self._store(k, v, layer, save_kv_cache)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self.alternating is not None:
+            output = self._alternate(self.alternating, query, layer, span_view)
+        else:
+            output = self.decode(query, layer, span_view)
+        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim).to(q.dtype)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **_: Any,
+    ) -> torch.Tensor:
+        span_view = self._store(k, v, layer, save_kv_cache)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
+        if layer.layer_id in self.taps:
+            pool = self._pool(layer)
+            self.taps[layer.layer_id](layer.layer_id, query, *pool, layer.scaling)
+        new = None if k is None else self._heads(k, v, layer)
+        if self.alternating is None:
+            self.extend(query, new, layer, span_view, output, None)
+        else:
+            own, skipped = self._parts(self.alternating, span_view)
+            if not skipped.all():
+                self.extend(query, new, layer, span_view, output, skipped)
+            output[own] = self._alternate(self.alternating, query[own], layer, span_view).to(output.dtype)
+        return output.view(len(query), -1)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    # --- pieces ---
+
+    def _pool(self, layer: "RadixAttention") -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of a layer."""
+        return self.kv_pool.get_key_buffer(layer.layer_id), self.kv_pool.get_value_buffer(layer.layer_id)
+
+    @staticmethod
+    def _heads(
+        k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A projection's keys and values by head."""
+        keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        return keys, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
+
+    def _parts(self, step: Step, span_view: SpanView) -> tuple[torch.Tensor, np.ndarray]:
+        """Rows of the packed query that alternate, and [segments] bool, whose they are."""
+        if "parts" not in span_view.cache:
+            skipped = np.zeros(len(span_view.query) - 1, bool)
+            skipped[step.segments] = True
+            rows = np.flatnonzero(np.repeat(skipped, np.diff(span_view.query)))
+            span_view.cache["parts"] = send(rows, self.req_to_token.device), skipped
+        return span_view.cache["parts"]
+
+    def _alternate(
+        self, step: Step, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView
+    ) -> torch.Tensor:
+        """[rows, heads, value_dim] float32 for the rows of the step."""
+        return step.attend(
+            layer.layer_id, query, self._pool(layer), span_view.slots, span_view.entry, layer.scaling
+        )
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", save_kv_cache: bool
+    ) -> SpanView:
+        if layer.logit_cap > 0 or layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+            raise NotImplementedError(
+                f"the {self.name} attention backend has no logit soft-capping, encoder or cross attention"
+            )
+        span_view = self.view_of(layer.layer_id)
+        if save_kv_cache and k is not None:
+            self.kv_pool.set_kv_buffer(layer, self.slots_to_write(layer.layer_id, span_view), k, v)
+        return span_view

@@ -1,0 +1,202 @@
+"""``fathom`` on a GPU in name only: a device whose tensors lie in the host's memory but do not mix with its own.
+
+Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device ``hostgpu`` are wrappers: their
+operations run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has
+to be copied before NumPy may see it. Whatever would run on streams runs in order. Engine processes begin with this
+file.
+"""
+
+import contextlib
+import sys
+
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+# A wrapper that is made in inference mode takes no view of what was made outside it.
+torch.inference_mode = lambda mode=True: torch.no_grad()
+
+from sglang.srt import platforms  # noqa: E402
+from torch.utils import backend_registration  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from fathom.runtime.sglang_host import engine_args, platform  # noqa: E402
+from fathom.server.cli import main  # noqa: E402
+
+NAME = "hostgpu"
+aten = torch.ops.aten
+TAKE_BOTH = {
+    aten.copy_.default,
+    aten._to_copy.default,
+    # An index may lie in the host's memory.
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor of the device; ``raw`` holds its values."""
+
+    @staticmethod
+    def __new__(cls, raw):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=f"{NAME}:0",
+        )
+
+    def __init__(self, raw):
+        self.raw = raw
+
+    def __repr__(self):
+        return f"GpuTensor({self.raw!r})"
+
+    def tolist(self):
+        return self.raw.tolist()
+
+    def data_ptr(self):
+        return self.raw.data_ptr()
+
+    def numpy(self, *_, **__):
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+class Nominal(TorchDispatchMode):
+    """While it is on, tensors are made on the device where that is asked for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return run(func, args, kwargs or {})
+
+
+def run(func, args, kwargs):
+    """One operation, on the values; its results are of the device that its arguments are of, or that it names."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    there = any(isinstance(x, GpuTensor) for x in tensors)
+    others = [x for x in tensors if not isinstance(x, GpuTensor) and x.dim()]
+    if there and others and func not in TAKE_BOTH:
+        raise RuntimeError(f"{func}: expected all tensors on one device, found {[x.device for x in tensors]}")
+    device = kwargs.get("device")
+    if device is not None:
+        there = torch.device(device).type == NAME
+        kwargs = kwargs | {"device": torch.device("cpu") if there else device}
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    result = func(*tree_map(values, args), **tree_map(values, kwargs))
+    if not there:
+        return result
+    own = {id(x.raw): x for x in tensors if isinstance(x, GpuTensor)}
+
+    def as_tensor(x):
+        if not isinstance(x, torch.Tensor) or isinstance(x, GpuTensor):
+            return x
+        return own[id(x)] if id(x) in own else GpuTensor(x)
+
+    return tree_map(as_tensor, result)
+
+
+def values(x):
+    return x.raw if isinstance(x, GpuTensor) else x
+
+
+class Stream:
+    """Work is done when it is called."""
+
+    def __init__(self, *_, **__):
+        self.device, self.cuda_stream = torch.device(NAME, 0), 0
+
+    def wait_stream(self, other):
+        pass
+
+    wait_event = record_event = synchronize = wait_stream
+
+
+class Module(backend_registration._DummyBackendModule):
+    """``torch.hostgpu``."""
+
+    Stream = Event = Stream
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+    def current_stream(self, *_):
+        return Stream()
+
+    def stream(self, _):
+        return contextlib.nullcontext()
+
+    StreamContext = stream
+
+    def mem_get_info(self, *_):
+        return 4 << 30, 8 << 30
+
+
+class NominalPlatform(platform.FathomCudaPlatform):
+    """Fathom's platform for GPUs, on this device."""
+
+    device_name = device_type = NAME
+
+    def get_device_total_memory(self, device_id=0):
+        return psutil.virtual_memory().total
+
+    def get_current_memory_usage(self, device=None):
+        return psutil.virtual_memory().used
+
+    def get_device(self, device_id=0):
+        return NAME
+
+    def is_pin_memory_available(self, device=None):
+        return False
+
+    def set_device(self, device):
+        pass
+
+    empty_cache = synchronize = lambda self: None
+
+    def get_torch_distributed_backend_str(self):
+        return "gloo"
+
+    @classmethod
+    def seed_everything(cls, seed=None):
+        torch.manual_seed(seed or 0)
+
+
+def copy_from(source, target, non_blocking=False):
+    values(target).copy_(values(source))
+    return target
+
+
+KEPT = []
+
+
+def install():
+    backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
+    # What PyTorch makes of data, past any mode.
+    library = torch.library.Library("aten", "IMPL")
+    for made in (aten.empty_strided.default, aten.empty.memory_format):
+        library.impl(made, lambda *args, made=made, **kwargs: run(made, args, kwargs), "PrivateUse1")
+    library.impl(aten._copy_from.default, copy_from, "PrivateUse1")
+    KEPT.append(library)
+    platforms._current_platform = NominalPlatform()
+    engine_args.GPU_RULES = engine_args.GPU_RULES[1:]  # all but the device's name
+    unwrap = interpreter._unwrap_tensor
+    interpreter._unwrap_tensor = lambda x: values(unwrap(x))
+    Nominal().__enter__()
+
+
+install()
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

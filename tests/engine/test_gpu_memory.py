@@ -1,0 +1,78 @@
+"""On a GPU the pool leaves room for what lies beside it: SFI's buffers, waiting hidden states, the draft's KV."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+from fathom.runtime.sfi.options import SfiOptions
+from fathom.runtime.sfi.refresh import RING_SLOTS, EvidenceRing
+from fathom.runtime.sglang_host import gpu_memory
+from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS
+from fathom.runtime.sglang_host.kv_pool import LAYOUT
+
+MIB = 1 << 20
+
+
+def worker(layers, kv_heads=8, head_dim=128):
+    config = SimpleNamespace(
+        num_attention_heads=32,
+        get_num_kv_heads=lambda tp: kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        context_len=32768,
+        hidden_size=4096,
+        dtype=torch.bfloat16,
+    )
+    runner = SimpleNamespace(
+        layer_info=SimpleNamespace(num_effective_layers=layers), kv_cache_dtype=torch.bfloat16
+    )
+    return SimpleNamespace(model_config=config, model_runner=runner, ps=SimpleNamespace(tp_size=1))
+
+
+@pytest.fixture
+def layout(monkeypatch):
+    """As of a server of 32 layers in spans of 8, with FastKV's selection and its buffer."""
+    for name, value in {"span": 8, "tsp_layer": 16, "propagation_buffer": 1000}.items():
+        monkeypatch.setattr(LAYOUT, name, value)
+
+
+def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
+    options = SfiOptions()
+    monkeypatch.setattr(gpu_memory.SETTINGS, "options", options)
+    alone = gpu_memory.reserve_of(worker(32), None)
+    run = options.config.compact_tokens * 32 * 8 * (128 + 128) * 2
+    compact = max(min(16 * run, 1024 * MIB), run)
+    evidence = max(256 * MIB, RING_SLOTS * 4 * 32768 * (32 + 8))
+    assert alone.fixed == compact + evidence + 2 * 1000 * 4096 * 2
+    assert alone.per_token == 0
+    drafted = gpu_memory.reserve_of(worker(32), worker(16, head_dim=64))
+    slot = 2 * 16 * 8 * 64 * 2
+    assert drafted.per_token == 4 * slot  # a virtual slot per span
+    assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
+
+
+def test_sglang_sizes_its_pool_with_it(monkeypatch):
+    for owner, name in (
+        (DefaultPoolConfigurator, "_compute_cell_size"),
+        (KVCacheConfigurator, "_profile_available_bytes"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    monkeypatch.setattr(gpu_memory, "_cell_size", lambda *_: 700)
+    monkeypatch.setattr(gpu_memory, "_available_bytes", lambda *_: 5000)
+    gpu_memory.install(gpu_memory.Reserve(fixed=2000, per_token=300))
+    assert DefaultPoolConfigurator._compute_cell_size(None, None, 32) == 1000
+    assert KVCacheConfigurator._profile_available_bytes(None, 1) == 3000
+    gpu_memory.install(gpu_memory.Reserve(fixed=5000, per_token=0))
+    with pytest.raises(ValueError, match="no GPU memory is left for KV"):
+        KVCacheConfigurator._profile_available_bytes(None, 1)
+
+
+def test_a_ring_slot_holds_the_longest_request():
+    """Whatever is asked for, on a GPU too, where the memory is shared by four slots."""
+    shape = SimpleNamespace(longest=9000, heads=32, kv_heads=8)
+    small = SfiOptions(evidence_mib=1)
+    memory = gpu_memory.Shape.evidence_bytes(shape, small, RING_SLOTS)
+    assert EvidenceRing(RING_SLOTS, 32, 8, memory).capacity(9000) == 1

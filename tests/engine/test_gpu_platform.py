@@ -1,0 +1,169 @@
+"""Depth pages on a machine with a GPU, as far as one without can tell: who is chosen, what is asked of SGLang, and
+what is put in its places."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from sglang.srt.platforms import (
+    current_platform,  # first: it asks our plugin, which could not answer while half loaded
+)
+
+from fathom.runtime.sglang_host import engine_args, platform
+from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
+
+CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
+
+
+def test_here_it_is_a_cpu():
+    assert isinstance(current_platform, platform.FathomCpuPlatform)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "cuda", "asked", "chosen"),
+    [
+        (False, None, "0", CPU),
+        (False, None, "1", CPU),  # the command line refuses that, with the reason
+        (True, "13.0", "0", None),
+        (True, "13.0", "1", CUDA),
+        (True, None, "1", None),  # an accelerator of another maker
+    ],
+)
+def test_a_gpu_is_left_to_sglang_unless_asked_for(monkeypatch, accelerator, cuda, asked, chosen):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: accelerator)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv(GPU_DEPTH_PAGES, asked)
+    assert platform.activate() == chosen
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert platform.activate() is None
+
+
+def test_depth_pages_on_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setenv(GPU_DEPTH_PAGES, "1")
+    with pytest.raises(ValueError, match="--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees"):
+        engine_args.build(["--model-path", "m"])
+
+
+REFUSED = {
+    ("--attention-backend", "triton"): "no other backend reads depth pages",
+    ("--decode-attention-backend=triton",): "no other backend reads depth pages",
+    ("--cuda-graph-backend-decode", "full"): "no step has been captured",
+    ("--cuda-graph-config", '{"decode":{"backend":"full"}}'): "no step has been captured",
+    ("--sampling-backend", "flashinfer"): "SGLang's PyTorch sampler",
+    ("--tp-size", "2"): "needs one GPU",
+    ("--device", "cpu"): "needs --device cuda",
+}
+BUILD = """
+    import json, sys
+    from fathom.runtime.sglang_host import torchvision_ops
+    torchvision_ops.declare()
+    import sglang.srt.platforms as platforms
+    from fathom.runtime.sglang_host import engine_args, platform
+    platforms._current_platform = platform.FathomCudaPlatform()
+    platform.FathomCudaPlatform.get_device_total_memory = lambda self, device_id=0: 80 << 30
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+
+    found = []
+    for flags in json.loads(sys.argv[2]):
+        try:
+            args = resolved_view(engine_args.build(["--model-path", sys.argv[1], *flags]))
+            graphs = args.cuda_graph_config
+            found.append([
+                args.device, args.attention_backend, args.sampling_backend, args.disable_overlap_schedule,
+                graphs.decode.backend, graphs.prefill.backend, args.page_size, args.max_total_tokens,
+            ])
+        except ValueError as error:
+            found.append(str(error))
+    print(json.dumps(found))
+"""
+
+
+def run(script, *arguments):
+    """What a script says in a process of its own, in which SGLang's platform is ours for GPUs."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, GPU_DEPTH_PAGES: "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model):
+    """SGLang's arguments as resolved, or why they were refused, by flags."""
+    asked = [("--page-size", "16"), *REFUSED]
+    return dict(zip(asked, json.loads(run(BUILD, str(tiny_model), json.dumps(asked))), strict=True))
+
+
+def test_what_is_asked_of_sglang(built):
+    # The pool of a GPU is measured, not limited to a share of the host's memory.
+    want = ["cuda", "fathom_triton", "pytorch", True, "disabled", "disabled", 16, None]
+    assert built["--page-size", "16"] == want
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_go_with_it(built, flags):
+    assert built[flags].startswith("--gpu-depth-pages needs") and REFUSED[flags] in built[flags]
+
+
+INSTALL = """
+    from fathom.runtime.sglang_host import torchvision_ops
+    torchvision_ops.declare()
+    import sglang.srt.platforms as platforms
+    from fathom.runtime.sglang_host import platform, process, seams
+    platforms._current_platform = platform.FathomCudaPlatform()
+    seams.verify("scheduler")
+    process.install(depth_span=2)
+
+    import torch, torch._dynamo
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers import sampler
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.managers import scheduler
+    from sglang.srt.mem_cache import registry
+    from fathom.kernels.murmur_hash import murmur_hash32
+    from fathom.runtime.sglang_host import draft_model, kv_tree, triton_attention
+    from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+    from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
+
+    here = platforms.current_platform
+    assert scheduler.Scheduler.__name__ == "FathomScheduler"
+    assert here.get_mha_kv_pool_cls() is DepthKvPool and here.get_paged_allocator_cls() is DepthAllocator
+    assert here.is_out_of_tree() and here.get_dispatch_key_name() == "native"
+    assert not here.support_cuda_graph() and not here.support_piecewise_cuda_graph()
+    assert (LAYOUT.used, LAYOUT.span) == (True, 2)
+    assert registry.default_radix_cache_factory is kv_tree.factory
+    assert sampler.murmur_hash32 is murmur_hash32
+    assert not torch._dynamo.config.disable and not BaseFusedOp._oot_forward_registry
+
+    class Runner:
+        device = "cuda"
+    make = ATTENTION_BACKENDS[here.get_default_attention_backend()]
+    for module, name, draft in (
+        (triton_attention, "TritonAttentionBackend", False), (draft_model, "TritonDraftBackend", True)
+    ):
+        setattr(module, name, lambda runner, name=name: name)
+        Runner.is_draft_worker = draft
+        assert make(Runner()) == name
+    print("installed")
+"""
+
+
+def test_what_is_put_in_sglangs_places():
+    """In a process of its own, as the engine is; no CPU kernel takes the place of an operator."""
+    assert run(INSTALL) == "installed"
+
+
+def test_it_is_off_unless_asked_for():
+    from fathom.server import serve
+
+    assert serve.plan(["--demo", "--gpu-depth-pages"]).gpu_depth_pages
+    assert not serve.plan(["--demo"]).gpu_depth_pages

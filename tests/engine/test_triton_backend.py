@@ -1,0 +1,137 @@
+"""The attention backend for GPUs by itself: what it gives a decode launch, and what it refuses."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+
+from fathom.runtime.kv.memory import Growth, KvMemory
+from fathom.runtime.kv.view import Batch
+from fathom.runtime.plan import build
+from fathom.runtime.sglang_host import triton_attention
+
+ROWS, LONGEST, SPANS, HEADS, KV_HEADS, DIM = 8, 64, 2, 4, 2, 16
+
+
+class Pool:
+    """The part of ``DepthKvPool`` that a backend uses; one layer per span."""
+
+    size, spans, span = 400, SPANS, 1
+
+    def __init__(self):
+        self.keys, self.values = (torch.zeros(401, KV_HEADS, DIM) for _ in range(2))
+        self.written = []
+
+    def get_key_buffer(self, layer_id):
+        return self.keys
+
+    def get_value_buffer(self, layer_id):
+        return self.values
+
+    def set_kv_buffer(self, layer, slots, keys, values):
+        self.written.append((layer.layer_id, slots.data_ptr(), slots.tolist()))
+
+
+def runner(**changed):
+    fields = {
+        "model_config": SimpleNamespace(is_encoder_decoder=False),
+        "use_mla_backend": False,
+        "sliding_window_size": None,
+        "kv_cache_dtype": torch.float32,
+        "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(ROWS, LONGEST, dtype=torch.int32)),
+        "token_to_kv_pool": Pool(),
+        "token_to_kv_pool_allocator": SimpleNamespace(memory=KvMemory(400, 1, SPANS, 400)),
+    }
+    return SimpleNamespace(**(fields | changed))
+
+
+def layer(number):
+    return SimpleNamespace(
+        layer_id=number,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=KV_HEADS,
+        tp_v_head_num=KV_HEADS,
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        scaling=0.25,
+        logit_cap=0.0,
+        attn_type=AttentionType.DECODER,
+        is_cross_attention=False,
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What ``paged_decode`` was called with: addresses and layouts of its tensors, and its numbers."""
+    seen = []
+
+    def record(query, keys, values, table, rows, lengths, scale, splits, output):
+        tensors = keys, values, table, rows, lengths
+        seen.append(
+            (
+                *((x.data_ptr(), x.shape, x.stride()) for x in tensors),
+                query.shape,
+                output.shape,
+                scale,
+                splits,
+            )
+        )
+
+    monkeypatch.setattr(triton_attention, "paged_decode", record)
+    return seen
+
+
+def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
+    """Requests of any lengths, at any rows: all that a captured launch would hold on to stays the same."""
+    made = runner()
+    backend, memory = triton_attention.TritonAttentionBackend(made), made.token_to_kv_pool_allocator.memory
+    dense, shallow = (build(policy, SPANS, 1) for policy in ({}, {"depth_cutoff": 1}))
+    for row in range(4):
+        memory.open(row, shallow if row % 2 else dense, 4)
+    length, taken = dict.fromkeys(range(4), 0), 0
+    for step, rows in enumerate([(0, 1, 2), (3, 0, 1), (2, 3, 1)]):
+        virtual = {}
+        for row in rows:
+            grown = 5 + 3 * step + row
+            own = np.arange(taken + 1, taken + 1 + grown)
+            memory.grow([Growth(row, length[row], length[row] + grown, own)])
+            backend.req_to_token[row, length[row] : length[row] + grown] = torch.from_numpy(own)
+            taken, length[row] = taken + grown, length[row] + grown
+            virtual[row] = backend.req_to_token[row, : length[row]].numpy()
+        ends = np.array([length[row] for row in rows])
+        slots = np.concatenate([virtual[row] for row in rows])
+        backend.set_batch(Batch.plain(np.array(rows), ends, slots, np.ones(3, np.int64)))
+        for span in range(SPANS):
+            new = torch.zeros(3, KV_HEADS * DIM)
+            backend.forward_decode(torch.zeros(3, HEADS * DIM), new, new, layer(span), None)
+    by_span = [set(launches[span::SPANS]) for span in range(SPANS)]
+    assert [len(each) for each in by_span] == [1, 1]
+    written = made.token_to_kv_pool.written
+    assert len(written) == 6 and len({(number, at) for number, at, _ in written}) == SPANS
+    assert len({tuple(slots) for _, _, slots in written}) == 6
+    assert backend.tables.grown == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"use_mla_backend": True}, "the Triton attention backend serves .* multi-head latent attention"),
+        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "this model has an encoder"),
+        ({"sliding_window_size": 4096}, "has no sliding window"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "has no torch.float8_e4m3fn KV; use --kv-cache-dtype auto"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_at_start(changed, said):
+    with pytest.raises(NotImplementedError, match=said):
+        triton_attention.TritonAttentionBackend(runner(**changed))
+
+
+def test_soft_capped_logits_are_refused():
+    capped = layer(0)
+    capped.logit_cap = 30.0
+    with pytest.raises(NotImplementedError, match="Triton attention backend has no logit soft-capping"):
+        triton_attention.TritonAttentionBackend(runner()).forward_decode(
+            *[torch.zeros(1, 1)] * 3, capped, None
+        )

@@ -1,0 +1,155 @@
+"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter, in float32.
+
+Every mechanism alone and all together, in common batches, against one oracle with explicit masks: same greedy
+tokens, log-probabilities to 1e-4.
+"""
+
+import random
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from greedy import TOLERANCE, ask
+from noisy import draft_flags, noisy_copy
+from oracles import combined, drafted, sfi
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from fathom.runtime.sfi.trigger import trigger_ids
+
+NEW_TOKENS, TSP, LOOKAHEAD = 4, 2, 2
+MECHANISMS = {
+    "dense": {},
+    "SPEED": {"depth_cutoff": 3},
+    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": LOOKAHEAD},
+    "FastKV": {"tsp_rate": 0.4, "kv_retention_rate": 0.3},
+    "SFI": {"decode": "slow_fast"},
+    "drafting": {"speculative": True},
+}
+POLICIES = MECHANISMS | {
+    "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
+}
+SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+FLAGS = (
+    *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
+    *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
+    *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
+    *("--gpu-depth-pages", "--device", "hostgpu"),
+    *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
+)
+
+
+@pytest.fixture(scope="module")
+def triggers(tiny_model):
+    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model, triggers, tmp_path_factory):
+    """Folders of a target that ends sentences now and then, and of a draft: the same with noise on its weights."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[triggers] *= 1.5
+    folder = tmp_path_factory.mktemp("interpreted")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model.save_pretrained(folder)
+    return folder, noisy_copy(folder, tmp_path_factory.mktemp("draft"), 0.0008)
+
+
+@pytest.fixture(scope="module")
+def server(start_process, models):
+    script = Path(__file__).with_name("nominal_gpu.py")
+    command = [sys.executable, str(script), "serve", str(models[0]), *FLAGS, *draft_flags(models[1])]
+    return start_process(command, {"TRITON_INTERPRET": "1"})
+
+
+@pytest.fixture(scope="module")
+def expected(models, triggers):
+    """The oracle's answer to a prompt under a policy: a function."""
+    model = LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
+    draft = drafted.Draft(models[1])
+
+    def generate(prompt, policy):
+        told = combined.of_policy(
+            policy, prompt, TSP, lambda rate: draft.kept(prompt, rate, steps=LOOKAHEAD), SETTINGS, triggers
+        )
+        return combined.generate(model, prompt, NEW_TOKENS, *told)
+
+    return generate
+
+
+def prompt_of(name):
+    rng = random.Random(name)
+    return [rng.randrange(6, 2000) for _ in range(69)]
+
+
+def ask_all(server, names):
+    """All at once, so that they meet in the engine's batches."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = pool.map(lambda name: ask(server, prompt_of(name), POLICIES[name], NEW_TOKENS), names)
+        return dict(zip(names, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def answers(server):
+    """First the requests whose decode steps are plain; a slow-fast or drafting one changes those of its batch."""
+    special = [name for name, policy in POLICIES.items() if {"decode", "speculative"} & set(policy)]
+    plain = [name for name in POLICIES if name not in special]
+    return ask_all(server, plain) | ask_all(server, special)
+
+
+def check(expected, name, answer):
+    want, meta = expected(prompt_of(name), POLICIES[name]), answer["meta_info"]
+    assert answer["output_ids"] == want.tokens
+    for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
+        row = row.log_softmax(-1)
+        got = [value for value, _, _ in entries]
+        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+    return meta["fathom"]
+
+
+def test_what_runs(server):
+    engine = server.engine()
+    assert engine["attention_backend"] == "fathom.runtime.sglang_host.triton_attention.TritonAttentionBackend"
+    assert engine["platform"].endswith("NominalPlatform") and not engine["lacking"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_answers_are_the_oracles(answers, expected, name):
+    report = check(expected, name, answers[name])
+    asked = POLICIES[name]
+    assert (report["kept_tokens"] < 69) == bool(
+        {"depth_cutoff", "prefill_keep_rate", "tsp_rate"} & set(asked)
+    )
+    assert (report["retained_tokens"] < report["kept_tokens"]) == ("kv_retention_rate" in asked)
+    assert (report["fast_steps"] > 0) == ("decode" in asked)
+    assert (report["draft_tokens"] > 0) == ("speculative" in asked)
+
+
+def test_again_from_the_prefix_cache(server, answers, expected):
+    for name, answer in ask_all(server, ["dense", "everything"]).items():
+        check(expected, name, answer)
+        assert answer["meta_info"]["cached_tokens"] >= 64
+
+
+def test_sampled_tokens_are_drafted_too(server):
+    """With a seed: the same tokens and log-probabilities with drafting and without it. Without one: some answer."""
+    prompt, chance = prompt_of("sampled"), {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
+    plain, drafting = (
+        ask(server, prompt, policy, NEW_TOKENS, **chance, sampling_seed=3)
+        for policy in ({}, {"speculative": True})
+    )
+    assert drafting["meta_info"]["fathom"]["draft_tokens"] > 0
+    assert drafting["output_ids"] == plain["output_ids"]
+    values = ([entry[0] for entry in a["meta_info"]["output_token_logprobs"]] for a in (plain, drafting))
+    assert next(values) == pytest.approx(next(values), abs=TOLERANCE)
+    unseeded = ask(server, prompt, {"speculative": True}, NEW_TOKENS, **chance)
+    assert unseeded["meta_info"]["fathom"]["draft_tokens"] > 0 and len(unseeded["output_ids"]) == NEW_TOKENS
+
+
+def test_nothing_is_left_behind(server):
+    server.flush()
+    pages = server.engine()["kv_pool"]["depth_pages"]
+    assert pages["free"] == pages["total"] and pages["held"] == pages["open_rows"] == 0

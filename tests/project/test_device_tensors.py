@@ -1,0 +1,42 @@
+"""The engine's tensors may lie on a GPU: who wants one on the host copies it, who sends one stages it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
+FILES = sorted(RUNTIME.rglob("*.py"))
+ON_THE_HOST = {
+    "span_attention.py": {"table.numpy()"},  # after a look at its device
+    "device_view.py": {"staging.numpy()"},  # host memory by what it is
+}
+
+
+def calls(path, name):
+    """Calls of a method of this name, with what it is called on."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+            yield node, node.func.value
+
+
+def method_of(node):
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_numpy_sees_copies(path):
+    found = {ast.unparse(call) for call, tensor in calls(path, "numpy") if method_of(tensor) != "cpu"}
+    assert found == ON_THE_HOST.get(path.name, set())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_sent_is_staged(path):
+    """An array that is sent from memory that is not pinned would be waited for."""
+    if path.name == "staging.py":
+        return
+    assert [
+        ast.unparse(call) for call, tensor in calls(path, "to") if method_of(tensor) == "from_numpy"
+    ] == []
+    assert [ast.unparse(call) for call, _ in calls(path, "pin_memory")] == []
+    assert [ast.unparse(call) for call, _ in calls(path, "cuda")] == []
