@@ -6,7 +6,7 @@ from fathom.benchmarks.client import BenchError
 
 COUNTERS = (
     *("prompt_tokens", "kept_tokens", "cached_tokens", "prefill_steps", "decode_steps", "slow_steps"),
-    *("fast_steps", "draft_tokens", "accepted_tokens", "kv_bytes", "kv_bytes_dense"),
+    *("fast_steps", "draft_read_tokens", "draft_tokens", "accepted_tokens", "kv_bytes", "kv_bytes_dense"),
 )
 """What every account holds besides the policy."""
 
@@ -14,7 +14,7 @@ SLACK = 64
 """Prompt tokens that a selection may keep beyond its rate: forced chunks, windows, rounding to blocks."""
 
 LONG_ANSWER = 6
-"""Output tokens from which an answer must show fast steps or drafted tokens when they were asked for."""
+"""Output tokens from which an answer must show fast steps when they were asked for."""
 
 
 def _echo_problem(asked: dict, policy: dict) -> str | None:
@@ -75,8 +75,8 @@ def _steps_problem(policy: dict, report: dict, output: int) -> str | None:
     elif fast:
         return f"{fast} fast steps, but none were asked for"
     if policy.get("speculative", False):
-        if output >= LONG_ANSWER and not drafted:
-            return "nothing was drafted, with speculative true"
+        if not report["draft_read_tokens"]:
+            return "the draft has read nothing, with speculative true"
         if report["accepted_tokens"] > drafted:
             return f"{report['accepted_tokens']} of {drafted} drafted tokens accepted"
     elif report["accepted_tokens"] or (drafted and policy.get("prefill_keep_rate", 1.0) == 1.0):

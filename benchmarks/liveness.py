@@ -86,7 +86,7 @@ def check_reply(server: Server, reply: Reply) -> None:
         report["kept_tokens"] < report["prompt_tokens"]
         or report["kv_bytes"] < report["kv_bytes_dense"]
         or report["fast_steps"] > 0
-        or report["draft_tokens"] > 0
+        or report["draft_read_tokens"] > 0
     )
     if server.variant.dense and reduced:
         raise BenchError(f"{name}: a dense request was not served dense: {report}")
@@ -105,8 +105,9 @@ def _left_out(report: dict) -> str | None:
         return "the prompt was too long for the buffer of hidden states"
     if report.get("dense_fallbacks"):
         return "no compact buffer was free"
-    if policy.get("speculative") and not report["draft_tokens"]:
-        return "nothing was drafted"
+    # Whether it pays to propose anything is decided by request; that takes a draft that reads along.
+    if policy.get("speculative") and not report["draft_read_tokens"]:
+        return "the draft has read nothing"
     if policy.get("decode") == "slow_fast" and not policy["speculative"] and not report["fast_steps"]:
         return "no step was fast"
     return None

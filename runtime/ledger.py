@@ -41,6 +41,7 @@ class Account:
     staircase: list[tuple[int, int]] | None = (
         None  # per span, prompt tokens computed and entries kept per KV head; None for all
     )
+    draft_read_tokens: int = 0  # tokens of the request that the draft model has read
     draft_tokens: int = 0  # proposed by the draft model
     accepted_tokens: int = 0  # of these, the ones that stood
     longest_burst: int = 0  # most tokens put out by one step
@@ -199,6 +200,7 @@ class RequestLedger:
             "refresh_seconds": account.refresh_seconds,
             "dense_fallbacks": account.dense_fallbacks,
             "compact_bytes": account.compact_bytes,
+            "draft_read_tokens": account.draft_read_tokens,
             "draft_tokens": account.draft_tokens,
             "accepted_tokens": account.accepted_tokens,
             "longest_burst": account.longest_burst,

@@ -50,6 +50,7 @@ class DraftState:
     Attributes:
         pace: how many tokens to draft next.
         read: tokens, from the first one on, whose KV the draft holds.
+        read_in_all: tokens that it has read for this request; those that it found in the cache are not among them.
         selection: which prompt tokens enter the target, once decided; it outlives a retraction.
         ahead: what the draft would say after the prompt, while that can still be of use.
         guess: of the token after those that have been read, until that one is known.
@@ -57,6 +58,7 @@ class DraftState:
 
     pace: Pace
     read: int = 0
+    read_in_all: int = 0
     selection: Selection | None = None
     ahead: Prompt | None = None
     guess: Guess | None = None
@@ -148,9 +150,14 @@ class DraftSide:
         reads = [self.readable(request, end) for request, end in reading]
         logits = self.model.read(reads, captured)
         for (request, end), read in zip(reading, reads, strict=True):
-            self.state(request).read = end
-            self.totals.read += len(read.tokens)
+            self._note(request, end, read)
         return logits
+
+    def _note(self, request: Req, end: int, read: Read) -> None:
+        state = self.state(request)
+        state.read = end
+        state.read_in_all += len(read.tokens)
+        self.totals.read += len(read.tokens)
 
     def width(self, request: Req) -> int:
         """Tokens to draft in the next step, which the guess of the token that it brings decides too."""
@@ -184,8 +191,7 @@ class DraftSide:
                 first = [] if state.guess is None else [state.guess]
                 *guesses, state.guess = first + _guesses(request, own)
                 _learn(state.pace, guesses, read.tokens[1 - len(first) :])
-            state.read = end
-            self.totals.read += len(read.tokens)
+            self._note(request, end, read)
 
     def _judge(
         self, chosen: Sequence[Req], logits: torch.Tensor, captured: Captured, places: list[int]

@@ -143,6 +143,9 @@ class FathomWorker(TpModelWorker):
             stretches = slow_fast.stretches(self.slow_fast, batch)
             self.proposals = propose(batch, self.draft_side, self.tails, stretches)
             self.draft_side.catch_up(batch)
+        for request in batch.reqs:
+            if (state := self.draft_side.states.get(request)) is not None:
+                self.ledger.open(request, {}).draft_read_tokens = state.read_in_all
 
     @contextmanager
     def phases(self, batch: ScheduleBatch) -> Iterator[None]:

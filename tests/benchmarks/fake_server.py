@@ -50,7 +50,7 @@ def report(body):
     kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
     tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
     cached = common_with_earlier(body["prompt"]) if args.lie != "no cache" else 0
-    return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_tokens": 0}
+    return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_read_tokens": 0, "draft_tokens": 0}
 
 
 def common_with_earlier(prompt):

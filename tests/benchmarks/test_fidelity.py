@@ -36,7 +36,8 @@ class Fake:
     def account(self, asked, prompt):
         kept = "depth_cutoff" not in asked or self.lie == "silent fallback"
         report = {"prompt_tokens": prompt, "kept_tokens": prompt, "kv_bytes_dense": 800, "decode_steps": 9}
-        zero = dict.fromkeys(("cached_tokens", "fast_steps", "draft_tokens", "accepted_tokens"), 0)
+        names = ("cached_tokens", "fast_steps", "draft_read_tokens", "draft_tokens", "accepted_tokens")
+        zero = dict.fromkeys(names, 0)
         held = {"kv_bytes": 800 if kept else 400, "prefill_steps": 1, "slow_steps": 9}
         return {"policy": {**Policy().to_wire(), **asked}, **report, **zero, **held}
 

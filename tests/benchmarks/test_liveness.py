@@ -9,7 +9,7 @@ from fathom.benchmarks.client import BenchError, Reply
 from fathom.benchmarks.variants import with_body
 
 DONE = {"prompt_tokens": 100, "kept_tokens": 50, "kv_bytes": 5, "kv_bytes_dense": 10}
-DONE |= {"fast_steps": 3, "draft_tokens": 0, "cached_tokens": 84}
+DONE |= {"fast_steps": 3, "draft_read_tokens": 0, "draft_tokens": 0, "cached_tokens": 84}
 
 
 def check(policy, **counters):
@@ -30,7 +30,7 @@ def check(policy, **counters):
         ),
         ({"decode": "slow_fast"}, {"dense_fallbacks": 1}, "no compact buffer"),
         ({"decode": "slow_fast", "depth_cutoff": 6}, {"fast_steps": 0}, "no step was fast"),
-        ({"speculative": True, "depth_cutoff": 6}, {}, "nothing was drafted"),
+        ({"speculative": True, "depth_cutoff": 6}, {}, "the draft has read nothing"),
         ({"depth_cutoff": 6}, {"cached_tokens": 83}, "83 tokens of the document"),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
     ("policy", "counters"),
     [
         ({"decode": "slow_fast"}, {}),
-        ({"decode": "slow_fast", "speculative": True}, {"fast_steps": 0, "draft_tokens": 9}),
+        ({"decode": "slow_fast", "speculative": True}, {"fast_steps": 0, "draft_read_tokens": 9}),
         ({"tsp_rate": 0.2}, {"propagation_skipped": False, "fast_steps": 0}),
     ],
 )

@@ -138,6 +138,7 @@ def check_liveness(combination, report, prompt):
     assert (report["fast_steps"] > 0) == ("SFI" in combination)
     assert (report["compact_bytes"] > 0) == ("SFI" in combination) and not report["dense_fallbacks"]
     assert (report["draft_tokens"] > 0) == ("drafting" in combination)
+    assert (report["draft_read_tokens"] > 0) == bool({"SpecPrefill", "drafting"} & set(combination))
 
 
 def check_steps(want, combination, report):
