@@ -101,12 +101,12 @@ def _fastkv() -> Iterable[Point]:
 
 # --- SFI: what a fast step reads, as a share of the prompt, and who chooses it ---
 
-SFI_CONTEXT = 720
+SFI_CONTEXT = 800
 SFI_BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2)
 SFI_RULES = {"SFI": "fused", "frozen": "frozen", "random": "random", "sink + recent": "none"}
 SINK = 4
 """The server's default."""
-RECENT = 96
+RECENT = 108
 """Enough for the question to stay in sight until the longest answer ends."""
 FEWEST = 4
 """Chosen entries of a budget that has no room for as many recent tokens."""
