@@ -19,6 +19,9 @@ def noisy_copy(model: Path, folder: Path, noise: float) -> Path:
     return folder
 
 
-def draft_flags(folder: Path) -> tuple[str, ...]:
-    """Flags of a server with such a draft, which costs what its target does and here counts as cheap."""
-    return ("--draft-model-path", str(folder), "--draft-cost", "0.05")
+def draft_flags(folder: Path, cost: float = 0.05) -> tuple[str, ...]:
+    """Flags of a server with such a draft, which costs what its target does and here counts as cheap.
+
+    One that costs nothing never rests, whatever became of other requests' drafts.
+    """
+    return ("--draft-model-path", str(folder), "--draft-cost", str(cost))

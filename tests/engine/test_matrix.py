@@ -189,7 +189,7 @@ def explained(models, prompt, combination, page, capsys):
 @pytest.fixture(scope="module")
 def chunked(start_server, models):
     flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4")
-    return start_server(models[0], *FLAGS, *flags, *draft_flags(models[1]))
+    return start_server(models[0], *FLAGS, *flags, *draft_flags(models[1], 0))
 
 
 def test_one_at_a_time(chunked, models, expected, capsys):
@@ -279,7 +279,7 @@ def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expecte
 
 
 def test_whole_prompts_four_at_once(start_server, models, expected):
-    flags = ("--chunked-prefill-size", "-1", *draft_flags(models[1]))
+    flags = ("--chunked-prefill-size", "-1", *draft_flags(models[1], 0))
     server = start_server(models[0], *FLAGS, *flags)
     jobs = list(zip(documents(), COMBINATIONS, strict=True))
     random.Random(4).shuffle(jobs)
