@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import itertools
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -26,12 +27,21 @@ _STOP_GRACE = 5.0
 
 
 _PORTS = range(20000, 32000)
-"""Below the range that Linux takes outgoing ports from: none of these vanishes between choice and use."""
+"""Below the range that Linux takes ports from by itself: nobody takes one of these by chance before its server
+listens, which may be a minute after it was chosen."""
+_SHARE = 100
+
+
+@functools.cache
+def _ports(process: int) -> Iterator[int]:
+    """Ports to try in turn: processes that run side by side, whose numbers are near each other, share none."""
+    first = _PORTS.start + process * _SHARE % len(_PORTS)
+    return itertools.cycle(range(first, first + _SHARE))
 
 
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on now."""
-    for port in random.sample(_PORTS, k=100):
+    for port in itertools.islice(_ports(os.getpid()), _SHARE):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

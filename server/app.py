@@ -1,7 +1,9 @@
 """SGLang's HTTP application with Fathom's middleware, error answers and routes, and its launch."""
 
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -61,12 +63,35 @@ def configure(
     app.add_api_route("/fathom", page, methods=["GET"], response_class=HTMLResponse)
 
 
+def watch_start(app: FastAPI, started: Callable[[], bool], on_early_end: Callable[[], None]) -> None:
+    """Let an application that stops before it has started end at once.
+
+    SGLang's own lifespan would wait for its warm-up, which asks an address that nobody listens on for two minutes.
+
+    Args:
+        app: an application that has not started yet.
+        started: whether the server can be used.
+        on_early_end: ends the process.
+    """
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def watched(app: FastAPI) -> AsyncIterator[Any]:
+        async with lifespan(app) as state:
+            yield state
+            if not started():
+                on_early_end()
+
+    app.router.lifespan_context = watched
+
+
 def launch(
     server_args: Any,
     face: Face,
     gate: Gate,
     on_ready: Callable[[dict[str, Any]], None],
     on_engine_failure: Callable[..., None],
+    on_early_end: Callable[[], None],
     on_engine_death: Callable[[], None],
     leave: Callable[[], None],
 ) -> None:
@@ -78,6 +103,7 @@ def launch(
         gate: which requests are let in, and how long the last ones may take.
         on_ready: called with the engine process's first report once the first request can be answered.
         on_engine_failure: handler of the signal that an engine process sends when it fails to start.
+        on_early_end: ends the process when the HTTP server stops before the first request can be answered.
         on_engine_death: called when an engine process died while serving.
         leave: ends the process when clients do not take the last of their answers.
     """
@@ -98,12 +124,16 @@ def launch(
         )
         return init_tokenizer_manager(*args, TokenizerManagerClass=manager)
 
-    def ready() -> None:
+    ready = threading.Event()
+
+    def warmed_up() -> None:
+        ready.set()
         on_ready(http_server.get_global_state().scheduler_info)
 
     protect.install()
     forking.install()
     configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
+    watch_start(http_server.app, ready.is_set, on_early_end)
     try:
         http_server.launch_server(
             server_args,
@@ -117,7 +147,7 @@ def launch(
                 draft_cost=face.draft_cost,
             ),
             run_detokenizer_process_func=children.run_detokenizer_process,
-            launch_callback=ready,
+            launch_callback=warmed_up,
         )
     finally:
         _stop_watchdog(http_server.get_global_state())

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -375,7 +376,8 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     os.environ.setdefault(*KEEP_ALIVE)
     code = 0
     try:
-        launch(server_args, work.face, work.gate, ready, on_engine_failure, on_engine_death, leave)
+        early = partial(on_early_end, work.host, work.port)
+        launch(server_args, work.face, work.gate, ready, on_engine_failure, early, on_engine_death, leave)
     except KeyboardInterrupt:
         pass
     except Exception as failure:
@@ -460,6 +462,18 @@ def leave() -> NoReturn:
     """End a server that has drained, whatever its connections still do."""
     stop_children()
     quiet.leave(0)
+
+
+def on_early_end(host: str, port: int) -> NoReturn:
+    """The HTTP server stopped before it could be used: it was told to, or its address is taken."""
+    code = 0
+    try:
+        checks.check_port(host, port)
+    except StartError as error:
+        print(f"fathom serve: error: {error}", file=sys.stderr)
+        code = error.code
+    stop_children()
+    quiet.leave(code)
 
 
 def on_engine_death() -> NoReturn:

@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import httpx
 import pytest
 from hypothesis import settings
 
+from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()  # transformers imports torchvision too
@@ -94,12 +94,6 @@ def pytest_runtest_call(item):
         return (yield)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @dataclass
 class Server:
     """One running server process."""
@@ -162,7 +156,8 @@ def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = 
             if server.client.get("/health_generate").status_code == 200:
                 return server
         time.sleep(0.5)
-    server.stop()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.stop()
     raise RuntimeError(f"server did not answer in {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 

@@ -21,6 +21,8 @@ import pytest
 import yaml
 from waiting import wait_until
 
+from fathom.benchmarks.servers import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "chart" / "files"
 
@@ -48,14 +50,6 @@ def prometheus(server, prometheus_tools, tmp_path_factory):
     finally:
         process.terminate()
         process.wait(20)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def traffic(server, url: str) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import forking, seams
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform
 
@@ -92,20 +93,12 @@ BREAK_CHILD = """
 )
 def test_the_server_refuses_a_broken_seam(tmp_path, tiny_model, module, damage, names):
     script = tmp_path / "broken.py"
-    code = BREAK_CHILD.format(module=module, damage=damage, model=str(tiny_model), port=_free_port())
+    code = BREAK_CHILD.format(module=module, damage=damage, model=str(tiny_model), port=free_port())
     script.write_text(textwrap.dedent(code))
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150)
     assert ran.returncode == 3, ran.stdout + ran.stderr
     assert names in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from fathom.benchmarks.servers import free_port
 from fathom.runtime.config import Limits, PolicyError, without_draft
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server import checks, cli, serve
@@ -214,11 +215,6 @@ def test_the_draft_is_refused_by_the_command(tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "the target has 3 tokens, the draft 2" in done.stderr
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def test_an_unknown_option_is_named_without_pages_of_usage(model):

@@ -1,0 +1,50 @@
+"""A real server that ends between loading and its first answer. About 25 s on two cores."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from waiting import wait_until
+
+from fathom.benchmarks.servers import free_port
+
+
+@pytest.fixture
+def loading(tiny_model):
+    """A server that has begun to load, and its port."""
+    port = free_port()
+    command = [sys.executable, "-u", "-m", "fathom.server.cli", "serve", str(tiny_model), "--port", str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--max-total-tokens", "2048"], **pipes) as process:
+        assert process.stdout.readline() == f"Fathom is loading {tiny_model} ...\n"
+        yield process, port
+        process.kill()
+
+
+def test_a_port_that_was_taken_while_loading(loading):
+    process, port = loading
+    with socket.create_server(("127.0.0.1", port)):
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == (
+        f"fathom serve: error: port {port} on 127.0.0.1 is already in use; choose another one with --port"
+    )
+    assert "ready" not in output
+
+
+def test_being_stopped_before_the_first_answer_is_no_error(loading):
+    process, port = loading
+    wait_until(lambda: listens(port), 100)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def listens(port):
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
