@@ -5,6 +5,7 @@ an array of uint16 and a float16 tensor as an array of int16 (:func:`as_array`);
 conversion at compile time, so one kernel source serves the three dtypes.
 """
 
+import ctypes
 import os
 from typing import Any
 
@@ -15,11 +16,13 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-# Numba's OpenMP layer loads a libgomp beside PyTorch's. Once its threads exist, PyTorch's flash attention is two
-# to five times slower on two cores; threads of the workqueue layer sleep while they wait. That layer takes one
-# caller at a time, which holds because a kernel keeps the GIL.
+# One pool of threads for PyTorch's operators and Numba's kernels: PyTorch's OpenMP library is in the global scope,
+# where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other computes.
+# Where PyTorch brings no such library, threads of the workqueue layer at least sleep while they wait. That layer
+# takes one caller at a time, which holds because a kernel keeps the GIL.
+_OPENMP = ctypes.CDLL(None)
 if "NUMBA_THREADING_LAYER" not in os.environ:
-    numba.config.THREADING_LAYER = "workqueue"
+    numba.config.THREADING_LAYER = "omp" if hasattr(_OPENMP, "GOMP_parallel") else "workqueue"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +85,13 @@ def as_slots(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
 
 def match_torch_threads() -> None:
     """Let Numba's parallel loops of this thread use as many threads as PyTorch's."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    if numba.threading_layer() == "omp":
+        # As it starts, Numba's layer sets the number of threads for PyTorch too, and allows regions within regions,
+        # which makes PyTorch's flash attention two to five times slower.
+        _OPENMP.omp_set_max_active_levels(1)
+        torch.set_num_threads(threads)
 
 
 def _constant(value: int) -> ir.Constant:

@@ -1,8 +1,9 @@
 """The layers as SGLang's models really call them reach our kernels, not the native fallback."""
 
+import subprocess
+import sys
 import types
 
-import numba
 import pytest
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -49,10 +50,30 @@ def test_an_option_that_the_kernel_lacks_takes_the_native_form():
         forward_rms_norm(layer(weight, cast_x_before_out_mul=True), x)
 
 
-def test_parallel_kernels_do_not_start_a_second_openmp_pool():
-    x, weight = torch.randn(1024, 256), torch.ones(256)
-    forward_rms_norm(layer(weight), x)
-    assert numba.threading_layer() == "workqueue"
+def test_pytorch_and_parallel_kernels_share_one_pool_of_threads():
+    """In a process of its own: whichever runs first starts the threads."""
+    done = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+ONE_POOL = """
+import ctypes, os
+import torch
+torch.set_num_threads(3)
+from fathom.kernels.rms_norm import rms_norm, warm_up
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = threads()
+torch.randn(2048, 2048) @ torch.randn(2048, 2048)
+assert threads() - before == 2, "PyTorch's own"
+warm_up(torch.float32)
+rms_norm(torch.randn(4096, 512), torch.ones(512), 1e-5)
+assert threads() - before == 2, "a kernel started threads beside PyTorch's"
+assert torch.get_num_threads() == 3
+assert ctypes.CDLL(None).omp_get_max_active_levels() == 1, "regions within regions are off, as PyTorch wants it"
+"""
 
 
 @pytest.mark.parametrize("bias", [False, True])
