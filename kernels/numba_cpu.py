@@ -17,9 +17,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 # One pool of threads for PyTorch's operators and Numba's kernels: PyTorch's OpenMP library is in the global scope,
-# where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other computes.
-# Where PyTorch brings no such library, threads of the workqueue layer at least sleep while they wait. That layer
-# takes one caller at a time, which holds because a kernel keeps the GIL.
+# where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other's
+# compute. Where PyTorch brings no such library, threads of the workqueue layer at least sleep while they wait; that
+# layer takes one caller at a time, which holds because a kernel keeps the GIL.
 _OPENMP = ctypes.CDLL(None)
 if "NUMBA_THREADING_LAYER" not in os.environ:
     numba.config.THREADING_LAYER = "omp" if hasattr(_OPENMP, "GOMP_parallel") else "workqueue"
