@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,6 +30,17 @@ def token_count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [token_count(part) for part in text.split(",")]
+
+
+def result_file(text: str) -> Path:
+    """A file to write results to: what keeps it from being written is said before anything is measured."""
+    path = Path(text)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give a file")
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def _share(text: str) -> float:
@@ -183,7 +195,11 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     add("--cache", type=Path, default=Path(".bench"), help="generated models and logs (default: %(default)s)")
     add("--vllm-env", type=Path, default=vllm_env.DEFAULT_FOLDER, help="default: %(default)s")
     add("--name", help="in the result's file name (default: the variants)")
-    add("--out", type=Path, help="JSON to write (default: DATE-NAME.json in benchmarks/results, or here)")
+    add(
+        "--out",
+        type=result_file,
+        help="JSON to write (default: DATE-NAME.json in benchmarks/results, or here)",
+    )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fathom.benchmarks import plot_calibration
+from fathom.benchmarks.args import result_file
 from fathom.runtime.plan import PlanError, choose_span
 from fathom.server.checks import StartError, check_model, demo_model
 from fathom.server.profile import Profile
@@ -48,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     add("--depth-span", type=int, metavar="LAYERS", help="layers per depth page, as the server will have it")
     add("--max-tokens", type=int, default=8192, help="longer prompts keep their end (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--out", type=Path, default=Path("tsp.json"), help="the profile to write; a PNG goes beside it")
+    add(
+        "--out", type=result_file, default=Path("tsp.json"), help="the profile to write; a PNG goes beside it"
+    )
     return result
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fathom.benchmarks.args import named_policy, token_count
+from fathom.benchmarks.args import named_policy, result_file, token_count
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.variants import Variant, with_body, with_flags
 from fathom.demo.corpus import TASKS
@@ -95,7 +95,7 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     add("--minutes", type=float, default=18.0, help="no new requests after these (default: %(default)g)")
     add("--limit", type=float, default=300.0, help="seconds a request may take (default: %(default)g)")
     add("--cache", type=Path, default=Path(".bench"), help="the server's log (default: %(default)s)")
-    add("--out", type=Path, metavar="FILE.json", help="CSV and PNG are written beside it")
+    add("--out", type=result_file, metavar="FILE.json", help="CSV and PNG are written beside it")
     add("--export", type=Path, metavar="FILE.jsonl", help="only write the questions, ask nobody")
 
 

@@ -25,6 +25,7 @@ torchvision_ops.declare()  # spawned processes import this module first
 
 from fathom.benchmarks import paper_figures as papers  # noqa: E402
 from fathom.benchmarks import paper_kernels, paper_shapes  # noqa: E402
+from fathom.benchmarks.args import result_file  # noqa: E402
 from fathom.benchmarks.client import BenchError  # noqa: E402
 from fathom.benchmarks.model import FIRST_WORD  # noqa: E402
 from fathom.benchmarks.stats import order  # noqa: E402
@@ -339,7 +340,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
     result.add_argument("--seed", type=int, default=0)
     sfi_options.add_arguments(result)
-    result.add_argument("--out", type=Path, help="write all figures there as JSON")
+    result.add_argument("--out", type=result_file, help="write all figures there as JSON")
     result.add_argument(
         "--engine-flags", nargs=argparse.REMAINDER, default=[], help="further flags of sglang serve"
     )

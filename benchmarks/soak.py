@@ -23,7 +23,7 @@ import psutil
 from tqdm import tqdm
 
 from fathom.benchmarks import liveness, report, servers, stats, usage
-from fathom.benchmarks.args import named_policy
+from fathom.benchmarks.args import named_policy, result_file
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
@@ -98,7 +98,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--limit", type=float, default=120, help="seconds for one answer (default: %(default)s)")
     add(
-        "--out", type=Path, metavar="FILE.json", help="default: DATE-soak.json in benchmarks/results, or here"
+        "--out",
+        type=result_file,
+        metavar="FILE.json",
+        help="default: DATE-soak.json in benchmarks/results, or here",
     )
     return p
 

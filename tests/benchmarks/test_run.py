@@ -11,7 +11,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fathom.benchmarks import cli, measure, prompts, report, variants
+from fathom.benchmarks import (
+    args,
+    calibrate,
+    cli,
+    fidelity_args,
+    measure,
+    paper_tables,
+    prompts,
+    report,
+    soak,
+    variants,
+)
 from fathom.runtime import config
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
@@ -219,6 +230,22 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
 def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags, message):
     assert cli.main(flags) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, soak])
+def test_results_that_could_not_be_written_are_refused_before_anything_starts(command, tmp_path, capsys):
+    words = ["tsp", "prompts.jsonl"] if command is calibrate else []
+    (tmp_path / "file").touch()
+    for place, message in [
+        (tmp_path, f"{tmp_path} is a folder; give a file"),
+        (tmp_path / "file" / "out.json", f"{tmp_path}/file/out.json cannot be written"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            command.parser().parse_args([*words, "--out", str(place)])
+        assert stop.value.code == 2
+        assert f"argument --out: {message}" in capsys.readouterr().err
+    new = str(tmp_path / "new" / "out.json")
+    assert str(command.parser().parse_args([*words, "--out", new]).out) == new
 
 
 SCRIPT = """
