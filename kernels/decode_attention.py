@@ -12,10 +12,20 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.numba_cpu import DTYPES, as_array, exp_float32, match_torch_threads, to_float32
+from fathom.kernels.numba_cpu import (
+    DTYPES,
+    LINE_BYTES,
+    as_array,
+    exp_float32,
+    match_torch_threads,
+    prefetch,
+    to_float32,
+)
 
 KEYS_PER_TASK = 1024
 KEYS_PER_BLOCK = 64
+KEYS_AHEAD = 8
+"""How far ahead keys and values are asked for: a head's lie too far apart for the processor to guess."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,8 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
-    block = KEYS_PER_BLOCK
+    block, ahead = KEYS_PER_BLOCK, KEYS_AHEAD
+    line = LINE_BYTES // dtype.itemsize
 
     @njit(
         parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
@@ -173,6 +184,9 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 n = min(block, stop[i] - begin)
                 # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                 for t in range(0, n, 4):
+                    for far in range(begin + t + ahead, begin + t + ahead + 4):
+                        for d in range(0, head_dim, line):
+                            prefetch(keys, slots[min(far, last)], h, d)
                     k0 = keys[slots[begin + t], h]
                     k1 = keys[slots[min(begin + t + 1, last)], h]
                     k2 = keys[slots[min(begin + t + 2, last)], h]
@@ -209,6 +223,9 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     total[g] += added
                     score[n : n + -n % 4] = 0
                 for t in range(0, n, 4):
+                    for far in range(begin + t + ahead, begin + t + ahead + 4):
+                        for d in range(0, value_dim, line):
+                            prefetch(values, slots[min(far, last)], h, d)
                     v0 = values[slots[begin + t], h]
                     v1 = values[slots[min(begin + t + 1, last)], h]
                     v2 = values[slots[min(begin + t + 2, last)], h]

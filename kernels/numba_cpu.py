@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np import arrayobj
 
 # One pool of threads for PyTorch's operators and Numba's kernels: PyTorch's OpenMP library is in the global scope,
 # where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other's
@@ -92,6 +94,29 @@ def match_torch_threads() -> None:
         # which makes PyTorch's flash attention two to five times slower.
         _OPENMP.omp_set_max_active_levels(1)
         torch.set_num_threads(threads)
+
+
+LINE_BYTES = 64
+
+
+@intrinsic
+def prefetch(typing_context, array, slot, head, element):
+    """Ask for the cache line of ``array[slot, head, element]``, in range or not: nothing waits, nothing is read."""
+
+    def codegen(context, builder, signature, args):
+        kind, numbers = signature.args[0], zip(signature.args[1:], args[1:], strict=True)
+        view = arrayobj.make_array(kind)(context, builder, args[0])
+        index = [context.cast(builder, value, given, types.intp) for given, value in numbers]
+        place = cgutils.get_item_pointer(context, builder, kind, view, index, wraparound=False)
+        byte = ir.PointerType(ir.IntType(8))
+        number = ir.IntType(32)
+        wants = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, wants, "llvm.prefetch.p0i8")
+        read, keep, data = _constant(0), _constant(3), _constant(1)
+        builder.call(function, [builder.bitcast(place, byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(array, slot, head, element), codegen
 
 
 def _constant(value: int) -> ir.Constant:

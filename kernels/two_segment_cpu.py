@@ -8,8 +8,16 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.decode_attention import KEYS_PER_BLOCK, KEYS_PER_TASK
-from fathom.kernels.numba_cpu import DTYPES, as_slots, exp_float32, match_torch_threads, to_float32
+from fathom.kernels.decode_attention import KEYS_AHEAD, KEYS_PER_BLOCK, KEYS_PER_TASK
+from fathom.kernels.numba_cpu import (
+    DTYPES,
+    LINE_BYTES,
+    as_slots,
+    exp_float32,
+    match_torch_threads,
+    prefetch,
+    to_float32,
+)
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
@@ -111,7 +119,8 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
-    block = KEYS_PER_BLOCK
+    block, ahead = KEYS_PER_BLOCK, KEYS_AHEAD
+    cache_line = LINE_BYTES // dtype.itemsize
 
     # One function: a closure over another compiled function would never be found in the cache on disk.
     @njit(parallel=True, fastmath=FASTMATH, cache=True)
@@ -143,6 +152,10 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for t in range(0, n, 4):
                     e0, e1 = begin + t, min(begin + t + 1, last)
                     e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
+                    for far in range(e0 + ahead, e0 + ahead + 4):
+                        e = min(far, last)
+                        for d in range(0, head_dim, cache_line):
+                            prefetch(keys, (slots[e] if paged else e) * key_step, h, d)
                     k0 = keys[(slots[e0] if paged else e0) * key_step, h]
                     k1 = keys[(slots[e1] if paged else e1) * key_step, h]
                     k2 = keys[(slots[e2] if paged else e2) * key_step, h]
@@ -197,6 +210,10 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for t in range(0, n, 4):
                     e0, e1 = begin + t, min(begin + t + 1, last)
                     e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
+                    for far in range(e0 + ahead, e0 + ahead + 4):
+                        e = min(far, last)
+                        for d in range(0, value_dim, cache_line):
+                            prefetch(values, (slots[e] if paged else e) * value_step, h, d)
                     v0 = values[(slots[e0] if paged else e0) * value_step, h]
                     v1 = values[(slots[e1] if paged else e1) * value_step, h]
                     v2 = values[(slots[e2] if paged else e2) * value_step, h]

@@ -1,5 +1,6 @@
 """The layers as SGLang's models really call them reach our kernels, not the native fallback."""
 
+import os
 import subprocess
 import sys
 import types
@@ -52,14 +53,17 @@ def test_an_option_that_the_kernel_lacks_takes_the_native_form():
 
 def test_pytorch_and_parallel_kernels_share_one_pool_of_threads():
     """In a process of its own: whichever runs first starts the threads."""
-    done = subprocess.run([sys.executable, "-c", ONE_POOL], capture_output=True, text=True, timeout=120)
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # NumPy and SciPy bring threads of their own
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_POOL], capture_output=True, text=True, timeout=120, env=env
+    )
     assert done.returncode == 0, done.stderr
 
 
 ONE_POOL = """
 import ctypes, os
 import torch
-torch.set_num_threads(3)
+torch.set_num_threads(2)
 from fathom.kernels.rms_norm import rms_norm, warm_up
 
 def threads():
@@ -67,11 +71,12 @@ def threads():
 
 before = threads()
 torch.randn(2048, 2048) @ torch.randn(2048, 2048)
-assert threads() - before == 2, "PyTorch's own"
+own = threads()
+assert own > before
 warm_up(torch.float32)
 rms_norm(torch.randn(4096, 512), torch.ones(512), 1e-5)
-assert threads() - before == 2, "a kernel started threads beside PyTorch's"
-assert torch.get_num_threads() == 3
+assert threads() == own, f"{threads()} threads; PyTorch's are {own}"
+assert torch.get_num_threads() == 2
 assert ctypes.CDLL(None).omp_get_max_active_levels() == 1, "regions within regions are off, as PyTorch wants it"
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from fathom.kernels.numba_cpu import as_array, exp_float32, from_float32, to_float32
+from fathom.kernels.numba_cpu import as_array, exp_float32, from_float32, prefetch, to_float32
 from fathom.kernels.rms_norm import rms_norm, rms_norm_reference
 from fathom.kernels.rotary import rotary, rotary_reference
 from fathom.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
@@ -43,6 +43,21 @@ def round_trip(bits, wide, back):
 def round_all(x, out):
     for i in range(len(x)):
         out[i] = from_float32(x[i], out)
+
+
+@njit
+def ask(x):
+    for i in range(0, 1000, 100):
+        prefetch(x, i, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_prefetch_reads_nothing_and_may_lie_outside(dtype):
+    x = np.ones((4, 2, 8), dtype)
+    before = x.copy()
+    ask(x)
+    assert (x == before).all()
+    assert any(name in next(iter(ask.inspect_asm().values())) for name in ("prefetcht0", "prfm"))
 
 
 def test_exp_is_accurate_and_right_at_the_ends():
