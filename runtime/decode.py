@@ -297,6 +297,8 @@ class Step:
         self.last = counts.cumsum(0) - 1
         self.behind = self.last[self.owner] - torch.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
+        # Spans whose tables are as long and as packed as another's share its plan.
+        self.plans: dict[bytes, tuple[SfiStep, SfiStep]] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -340,30 +342,42 @@ class Step:
         return output.squeeze(1)
 
     def _plan(self, span: int, slots: np.ndarray, entry: np.ndarray) -> SpanStep:
-        state, owner = self.state, self.owner
+        state = self.state
         offsets = entry[:-1][self.segments]
         lengths = torch.from_numpy(entry[1:][self.segments] - offsets)
+        held = state.held[span, self.rows]
+        key = lengths.numpy().tobytes() + held.numpy().tobytes()
+        if key not in self.plans:
+            self.plans[key] = self._plan_tables(lengths, held)
+        on_host, on_device = self.plans[key]
+        table = np.zeros((len(self), int(lengths.max())), np.int32)
+        for line, begin, end, *_ in on_host.plan.packed.tolist():
+            table[line, begin:end] = slots[offsets[line] + begin : offsets[line] + end]
+        taken = on_host.refresh.rows[on_host.refresh.rows >= 0]
+        width = int(lengths[taken].max()) if len(taken) else 1
+        return SpanStep(on_device, on_host.held, send(table, state.shape.device), width)
+
+    def _plan_tables(self, lengths: torch.Tensor, held: torch.Tensor) -> tuple[SfiStep, SfiStep]:
+        """The plan for page tables of these lengths, on the host and on the device.
+
+        Args:
+            lengths, held: [requests] entries of the table and of the compact run, -1 where nothing is packed.
+        """
+        state, owner = self.state, self.owner
         recent, selected, seed = state.reading[self.rows][owner].unbind(-1)
-        own = self.alternates[owner]
         step = plan_span(
             owner,
             lengths[owner] - self.behind,
             self.slow[owner],
             self.start[owner],
-            state.held[span, self.rows][owner],
+            held[owner],
             self.evidence[owner],
             self.capacity,
             state.shape.kv_heads,
             state.config,
-            Reads(recent, selected, torch.where(own, seed, -1), self.lengths[owner]),
+            Reads(recent, selected, torch.where(self.alternates[owner], seed, -1), self.lengths[owner]),
         )
-        table = np.zeros((len(self), int(lengths.max())), np.int32)
-        for line, begin, end, *_ in step.plan.packed.tolist():
-            table[line, begin:end] = slots[offsets[line] + begin : offsets[line] + end]
-        taken = step.refresh.rows[step.refresh.rows >= 0]
-        width = int(lengths[taken].max()) if len(taken) else 1
-        device = state.shape.device
-        return SpanStep(step.on(device), step.held, send(table, device), width)
+        return step, step.on(state.shape.device)
 
     def _refresh(
         self,
