@@ -74,6 +74,6 @@ class SharedPages:
         """
         size = self.pool.page_size
         if size == 1:
-            return self.backing[span][virtual_slots]
+            return self.backing[span].take(virtual_slots)
         page, offset = np.divmod(virtual_slots, size)
-        return self.backing[span][page] * np.int32(size) + offset.astype(np.int32)
+        return self.backing[span].take(page) * np.int32(size) + offset.astype(np.int32)
