@@ -298,7 +298,7 @@ class Step:
         self.behind = self.last[self.owner] - torch.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
         # Spans whose tables are as long and as packed as another's share its plan.
-        self.plans: dict[bytes, tuple[SfiStep, SfiStep]] = {}
+        self.plans: dict[tuple[int, ...], tuple[SfiStep, SfiStep]] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -346,7 +346,7 @@ class Step:
         offsets = entry[:-1][self.segments]
         lengths = torch.from_numpy(entry[1:][self.segments] - offsets)
         held = state.held[span, self.rows]
-        key = lengths.numpy().tobytes() + held.numpy().tobytes()
+        key = (*lengths.tolist(), *held.tolist())
         if key not in self.plans:
             self.plans[key] = self._plan_tables(lengths, held)
         on_host, on_device = self.plans[key]
