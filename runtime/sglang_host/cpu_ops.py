@@ -10,7 +10,8 @@ import torch
 
 from fathom.kernels import rms_norm, rotary, silu_and_mul
 from fathom.kernels.numba_cpu import DTYPES
-from fathom.runtime.sglang_host.seams import ROTARY_CLASSES, resolve
+from fathom.runtime.sglang_host.cpu_seams import ROTARY_CLASSES
+from fathom.runtime.sglang_host.seams import resolve
 
 if TYPE_CHECKING:
     from sglang.srt.layers.activation import SiluAndMul

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fathom.runtime.sglang_host.cpu_seams import CPU_SEAMS
 from fathom.runtime.sglang_host.draft_seams import DRAFT_SEAMS
 from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
@@ -29,21 +30,6 @@ SGLANG_VERSION = "0.5.20"
 ROLES = (SERVER, SCHEDULER, DETOKENIZER)
 
 
-# Classes that differ from the first only in how they fill the table of cosines and sines.
-ROTARY_CLASSES = tuple(
-    f"layers.rotary_embedding.{place}"
-    for place in (
-        "base:RotaryEmbedding",
-        "base:LinearScalingRotaryEmbedding",
-        "rope_variant:Llama3RotaryEmbedding",
-        "rope_variant:DynamicNTKAlphaRotaryEmbedding",
-        "rope_variant:DynamicNTKScalingRotaryEmbedding",
-        "rope_variant:Gemma4RotaryEmbedding",
-        "yarn:YaRNScalingRotaryEmbedding",
-    )
-)
-
-
 LEDGER: tuple[Seam, ...] = (
     # --- the HTTP process ---
     relies_on(
@@ -58,8 +44,12 @@ LEDGER: tuple[Seam, ...] = (
         SERVER,
         "entrypoints.http_server:app",
         "register",
-        "our middleware and routes are added to SGLang's FastAPI application",
-        check=lambda app: isinstance(app.user_middleware, list) and hasattr(app, "add_exception_handler"),
+        "our middleware and routes are added to SGLang's FastAPI application, and its lifespan is wrapped",
+        check=lambda app: (
+            isinstance(app.user_middleware, list)
+            and hasattr(app, "add_exception_handler")
+            and callable(app.router.lifespan_context)
+        ),
     ),
     relies_on(
         SERVER,
@@ -348,68 +338,6 @@ LEDGER: tuple[Seam, ...] = (
         "SGLang's own allocation in PyTorch",
         "prefix_lens seq_lens last_loc free_pages out_indices page_size device",
     ),
-    relies_on(
-        SCHEDULER,
-        "layers.layernorm:BaseFusedOp.register_oot_forward",
-        "call",
-        "our kernels run as the forward of SGLang's layers",
-        "op_cls fn platform_key",
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.layernorm:BaseFusedOp._resolve_forward_method",
-        "read",
-        "a platform's registered forwards come first",
-        "",
-        lambda f: "_oot_forward_registry" in f.__code__.co_names,
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.quantization.unquant:UnquantizedLinearMethod.apply",
-        "override",
-        "linear layers run on packed weights",
-        "layer x bias",
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.linear:ColumnParallelLinear.forward",
-        "read",
-        "a linear layer asks its quant_method in every call",
-        None,
-        lambda f: "quant_method" in f.__code__.co_names,
-    ),
-    relies_on(
-        SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.layernorm:RMSNorm.forward_native",
-        "replace",
-        "RMSNorm and the residual before it in one pass",
-        "x residual post_residual_addition quant_linear",
-        reads_attributes(
-            "variance_size_override cast_x_before_out_mul fp32_residual override_orig_dtype hidden_size "
-            "weight variance_epsilon"
-        ),
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.activation:SiluAndMul.forward_native",
-        "replace",
-        "SiLU and product in one pass",
-        "x",
-    ),
-    *(
-        relies_on(
-            SCHEDULER,
-            f"{place}.forward_native",
-            "replace",
-            "rotary embedding of queries and keys in one pass",
-            "positions query key offsets fused_set_kv_buffer_arg",
-            reads_attributes("sin_cos_cache cos_sin_cache head_size rotary_dim is_neox_style"),
-        )
-        for place in ROTARY_CLASSES
-    ),
     *(
         relies_on(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")
         for method, why in (
@@ -418,6 +346,7 @@ LEDGER: tuple[Seam, ...] = (
             ("get_paged_allocator_cls", "names the allocator of an out-of-tree platform"),
         )
     ),
+    *CPU_SEAMS,
     *KV_SEAMS,
     *DRAFT_SEAMS,
     *GPU_SEAMS,

@@ -1,0 +1,83 @@
+"""The seams of a machine without a GPU: SGLang's layers that run on Fathom's kernels and packed weights."""
+
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
+
+# Classes that differ from the first only in how they fill the table of cosines and sines.
+ROTARY_CLASSES = tuple(
+    f"layers.rotary_embedding.{place}"
+    for place in (
+        "base:RotaryEmbedding",
+        "base:LinearScalingRotaryEmbedding",
+        "rope_variant:Llama3RotaryEmbedding",
+        "rope_variant:DynamicNTKAlphaRotaryEmbedding",
+        "rope_variant:DynamicNTKScalingRotaryEmbedding",
+        "rope_variant:Gemma4RotaryEmbedding",
+        "yarn:YaRNScalingRotaryEmbedding",
+    )
+)
+
+
+CPU_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        SCHEDULER,
+        "layers.layernorm:BaseFusedOp.register_oot_forward",
+        "call",
+        "our kernels run as the forward of SGLang's layers",
+        "op_cls fn platform_key",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.layernorm:BaseFusedOp._resolve_forward_method",
+        "read",
+        "a platform's registered forwards come first",
+        "",
+        lambda f: "_oot_forward_registry" in f.__code__.co_names,
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.quantization.unquant:UnquantizedLinearMethod.apply",
+        "override",
+        "linear layers run on packed weights",
+        "layer x bias",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.linear:ColumnParallelLinear.forward",
+        "read",
+        "a linear layer asks its quant_method in every call",
+        None,
+        lambda f: "quant_method" in f.__code__.co_names,
+    ),
+    relies_on(
+        SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.layernorm:RMSNorm.forward_native",
+        "replace",
+        "RMSNorm and the residual before it in one pass",
+        "x residual post_residual_addition quant_linear",
+        reads_attributes(
+            "variance_size_override cast_x_before_out_mul fp32_residual override_orig_dtype hidden_size "
+            "weight variance_epsilon"
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.activation:SiluAndMul.forward_native",
+        "replace",
+        "SiLU and product in one pass",
+        "x",
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"{place}.forward_native",
+            "replace",
+            "rotary embedding of queries and keys in one pass",
+            "positions query key offsets fused_set_kv_buffer_arg",
+            reads_attributes("sin_cos_cache cos_sin_cache head_size rotary_dim is_neox_style"),
+        )
+        for place in ROTARY_CLASSES
+    ),
+)
