@@ -1,4 +1,4 @@
-"""What the Numba CPU kernels share: reading and writing 16-bit floats, an exponential, the number of threads.
+"""What the Numba CPU kernels share: conversions of 16-bit floats, exponential and logarithm, the number of threads.
 
 NumPy and Numba have no bfloat16, and Numba no arithmetic on float16. A kernel therefore sees a bfloat16 tensor as
 an array of uint16 and a float16 tensor as an array of int16 (:func:`as_array`); the element type selects the
@@ -210,3 +210,57 @@ def exp_float32(x):
     r = r - n * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
     return _times_power_of_two(p * r * r + r + _ONE, shifted)
+
+
+_ROOT_HALF_BITS = 0x3F3504F3
+
+
+@intrinsic
+def _exponent(typing_context, value):
+    """The whole number n, as float32, for which ``value / 2**n`` is in [sqrt(1/2), sqrt(2))."""
+
+    def codegen(context, builder, signature, args):
+        above = builder.sub(builder.bitcast(args[0], ir.IntType(32)), _constant(_ROOT_HALF_BITS))
+        return builder.sitofp(builder.ashr(above, _constant(23)), ir.FloatType())
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def _mantissa(typing_context, value):
+    """``value / 2**n`` for the n of :func:`_exponent`."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[0], ir.IntType(32))
+        n = builder.ashr(builder.sub(bits, _constant(_ROOT_HALF_BITS)), _constant(23))
+        return builder.bitcast(builder.sub(bits, builder.shl(n, _constant(23))), ir.FloatType())
+
+    return types.float32(types.float32), codegen
+
+
+_SMALLEST = np.float32(np.finfo(np.float32).tiny)
+_HALF = np.float32(0.5)
+_L0 = np.float32(7.0376836292e-2)
+_L1 = np.float32(-1.1514610310e-1)
+_L2 = np.float32(1.1676998740e-1)
+_L3 = np.float32(-1.2420140846e-1)
+_L4 = np.float32(1.4249322787e-1)
+_L5 = np.float32(-1.6668057665e-1)
+_L6 = np.float32(2.0000714765e-1)
+_L7 = np.float32(-2.4999993993e-1)
+_L8 = np.float32(3.3333331174e-1)
+
+
+@njit(fastmath={"contract"}, cache=True)
+def log_float32(x):
+    """Natural logarithm of a finite float32, error below 2e-7, absolute or relative; no call, as exp_float32.
+
+    What is below the smallest normal number (1.2e-38), zero and negative numbers too, counts as that number.
+    """
+    x = x if x > _SMALLEST else _SMALLEST
+    n = _exponent(x)
+    r = _mantissa(x) - _ONE
+    square = r * r
+    p = (((((((_L0 * r + _L1) * r + _L2) * r + _L3) * r + _L4) * r + _L5) * r + _L6) * r + _L7) * r + _L8
+    y = r * square * p + n * _LN2_LOW - _HALF * square
+    return r + y + n * _LN2_HIGH

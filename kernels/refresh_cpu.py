@@ -1,6 +1,7 @@
 """Top-K and packing of a refreshed selection on the CPU, one task per request and KV head.
 
-The contracts and plain versions are in ``stable_top_k.py`` and ``pack_segment.py``: same indices, same bytes.
+The contracts and plain versions are in ``stable_top_k.py`` and ``pack_segment.py``: same indices, same bytes. The
+scores before them have a file of their own.
 """
 
 import functools
@@ -11,7 +12,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.numba_cpu import as_slots, match_torch_threads
+from fathom.kernels.decode_attention import KEYS_AHEAD
+from fathom.kernels.numba_cpu import LINE_BYTES, as_slots, match_torch_threads, prefetch
+from fathom.kernels.selector_scores import ScoreParameters
+from fathom.kernels.selector_scores_cpu import selector_scores_cpu
 
 
 def stable_top_k_cpu(
@@ -25,7 +29,7 @@ def stable_top_k_cpu(
     n = scores.shape[-1]
     indices = torch.empty((*scores.shape[:-1], width), dtype=torch.int32)
     _top_k()(
-        scores.reshape(-1, n).numpy(),
+        scores.reshape(-1, n).view(torch.int32).numpy(),
         valid.reshape(-1, n).numpy(),
         counts.reshape(-1).numpy(),
         indices.view(-1, width).numpy(),
@@ -37,6 +41,8 @@ def stable_top_k_cpu(
 def _top_k() -> Callable[..., None]:
     match_torch_threads()
 
+    bits = 12
+
     @njit(parallel=True, cache=True)
     def kernel(scores, valid, counts, indices):
         n, width = scores.shape[1], indices.shape[1]
@@ -44,20 +50,36 @@ def _top_k() -> Callable[..., None]:
             indices[i] = -1
             if counts[i] == 0:
                 continue
-            own, there = np.empty(n, np.float32), 0
+            # Integers in the order of the scores; of -0.0 it makes -1, which has to equal +0.0.
+            order = np.empty(n, np.int32)
             for t in range(n):
-                if valid[i, t]:
-                    own[there] = scores[i, t]
+                x = scores[i, t]
+                x = x ^ ((x >> 31) & 0x7FFFFFFF)
+                order[t] = x if x != -1 else 0
+            # The leading bits say in which bin the last score to be taken lies; only that bin is sorted.
+            bins = np.zeros(1 << bits, np.int64)
+            for t in range(n):
+                bins[(order[t] >> (32 - bits)) + (1 << (bits - 1))] += valid[i, t]
+            above, border = 0, len(bins) - 1
+            while above + bins[border] < counts[i]:
+                above += bins[border]
+                border -= 1
+            border -= 1 << (bits - 1)
+            own, there = np.empty(n, np.int32), 0
+            for t in range(n):
+                if valid[i, t] and order[t] >> (32 - bits) == border:
+                    own[there] = order[t]
                     there += 1
-            threshold = np.partition(own[:there], there - counts[i])[there - counts[i]]
-            room = counts[i]
+            rank = there - (counts[i] - above)
+            threshold = np.partition(own[:there], rank)[rank]
+            room = counts[i] - above
             for t in range(there):
                 room -= own[t] > threshold
             place = 0
             for t in range(n):
-                if not valid[i, t] or scores[i, t] < threshold:
+                if not valid[i, t] or order[t] < threshold:
                     continue
-                if scores[i, t] == threshold:
+                if order[t] == threshold:
                     if room == 0:
                         continue
                     room -= 1
@@ -81,11 +103,12 @@ def pack_segment_cpu(
     """``pack_segment`` on the CPU; same arguments, tensors with [heads, dim] blocks."""
     places = (page_table.numpy(), rows.numpy(), start.numpy(), indices.numpy(), sink)
     for origin, buffer in zip(pool, compact, strict=True):
-        _pack()(*as_slots(origin), *as_slots(buffer), *places)
+        _pack(LINE_BYTES // origin.element_size())(*as_slots(origin), *as_slots(buffer), *places)
 
 
 @functools.cache
-def _pack() -> Callable[..., None]:
+def _pack(line: int) -> Callable[..., None]:
+    """``line``: elements of a cache line."""
     match_torch_threads()
 
     @njit(parallel=True, cache=True)
@@ -100,6 +123,10 @@ def _pack() -> Callable[..., None]:
                 entry = t if t < sink else indices[e, h, t - sink]
                 if entry < 0:
                     break
+                if 0 <= t + KEYS_AHEAD - sink < width:
+                    far = max(indices[e, h, t + KEYS_AHEAD - sink], 0)
+                    for d in range(0, origin.shape[2], line):
+                        prefetch(origin, slots[far] * origin_step, h, d)
                 source = origin[slots[entry] * origin_step, h]
                 target = buffer[(start[e] + t) * buffer_step, h]
                 for d in range(len(source)):
@@ -108,9 +135,10 @@ def _pack() -> Callable[..., None]:
     return kernel
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile both kernels now, so that no request waits for it (seconds, cached on disk)."""
+def warm_up(dtype: torch.dtype, selector: ScoreParameters) -> None:
+    """Compile the kernels of a refresh now, so that no request waits for it (seconds, cached on disk)."""
     one: Any = torch.ones(1, 1, 1)
+    selector_scores_cpu(one.unsqueeze(0), one, torch.zeros(1), torch.ones(1), selector)
     stable_top_k_cpu(one, one.bool(), torch.ones(1, 1, dtype=torch.int64), 1)
     pair = one.to(dtype), one.to(dtype)
     number = torch.zeros(1, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """SFI's Selector up to Top-K: from attention logits and key norms to refined log-scores (Eqs. 6 to 23).
 
-``selector_scores_torch`` is the plain path, used on the CPU and as the reference of the three Triton kernels: row
-statistics of the logits; evidence and prior with the sums that the fusion weight needs; fused score, soft
-non-maximum suppression and cross-head exclusivity.
+``selector_scores_torch`` is the reference of the CPU kernel in ``selector_scores_cpu.py`` and of the three Triton
+kernels here: row statistics of the logits; evidence and prior with the sums that the fusion weight needs; fused
+score, soft non-maximum suppression and cross-head exclusivity.
 """
 
 from typing import Any, Protocol
@@ -47,6 +47,10 @@ def selector_scores(
     """
     if runs_triton(logits):
         return selector_scores_triton(logits, key_norms, begin, end, c)
+    if logits.device.type == "cpu":
+        from fathom.kernels.selector_scores_cpu import selector_scores_cpu
+
+        return selector_scores_cpu(logits, key_norms, begin, end, c)
     return selector_scores_torch(logits, key_norms, begin, end, c)
 
 

@@ -30,13 +30,14 @@ def stable_top_k(
         indices [..., width] int32, ascending, padded with -1, and counts [...] int32.
     """
     n = scores.shape[-1]
-    valid = valid.expand(scores.shape)
     if n == 0 or width == 0:
         shape = scores.shape[:-1]
         return scores.new_full((*shape, width), -1, dtype=torch.int32), scores.new_zeros(
             shape, dtype=torch.int32
         )
-    counts = torch.minimum(valid.sum(-1), budget.expand(scores.shape[:-1]).long()).clamp(min=0, max=width)
+    there = valid.sum(-1).expand(scores.shape[:-1])
+    valid = valid.expand(scores.shape)
+    counts = torch.minimum(there, budget.expand(scores.shape[:-1]).long()).clamp(min=0, max=width)
     if scores.device.type == "cpu" and scores.dtype == torch.float32:
         from fathom.kernels.refresh_cpu import stable_top_k_cpu
 

@@ -163,7 +163,7 @@ class SlowFast:
         if not runs_triton(query):
             from fathom.kernels import refresh_cpu
 
-            refresh_cpu.warm_up(shape.dtype)
+            refresh_cpu.warm_up(shape.dtype, self.options.selector)
 
     def drop(self, row: int) -> None:
         """The request finished, was aborted, or was taken back: it starts slow if it comes again."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from fathom.kernels.numba_cpu import as_array, exp_float32, from_float32, prefetch, to_float32
+from fathom.kernels.numba_cpu import as_array, exp_float32, from_float32, log_float32, prefetch, to_float32
 from fathom.kernels.rms_norm import rms_norm, rms_norm_reference
 from fathom.kernels.rotary import rotary, rotary_reference
 from fathom.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
@@ -30,6 +30,12 @@ def assert_same(got, want):
 def exp_all(x, out):
     for i in range(len(x)):
         out[i] = exp_float32(x[i])
+
+
+@njit
+def log_all(x, out):
+    for i in range(len(x)):
+        out[i] = log_float32(x[i])
 
 
 @njit
@@ -73,6 +79,19 @@ def test_exp_is_accurate_and_right_at_the_ends():
     got = np.empty_like(small)
     exp_all(small, got)
     np.testing.assert_allclose(got, np.exp(small.astype(np.float64)), atol=1.5e-45)
+
+
+def test_log_is_accurate_and_has_a_floor():
+    tiny = np.finfo(np.float32).tiny
+    x = np.exp(np.linspace(np.log(tiny), 88.7, 300_001)).astype(np.float32)
+    x = np.concatenate([x, 1 + np.linspace(-1e-3, 1e-3, 10_001).astype(np.float32)])
+    got, want = np.empty_like(x), np.log(np.maximum(x, tiny).astype(np.float64))
+    log_all(x, got)
+    assert np.max(np.abs(got - want) / np.maximum(np.abs(want), 1)) < 2e-7
+    low = np.float32([tiny, tiny / 2, 0, -1])
+    got = np.empty_like(low)
+    log_all(low, got)
+    np.testing.assert_array_equal(got, got[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

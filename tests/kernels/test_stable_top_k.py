@@ -35,3 +35,18 @@ def test_equals_reference(data, n, rows, width, dtype):
     assert got == want
     padding = torch.arange(width) >= counts.unsqueeze(-1)
     assert (indices[padding] == -1).all()
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 5000), spread=st.sampled_from([1e-3, 1.0, 1e4]))
+@settings(max_examples=40, deadline=None)
+def test_many_scores_of_any_size(seed, n, spread):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(2, n, generator=generator) * spread - spread
+    valid = torch.rand(n, generator=generator) < 0.9
+    k = int(torch.randint(1, n + 1, (1,), generator=generator))
+    indices, counts = stable_top_k(scores, valid, torch.tensor(k), k)
+    for row, got, count in zip(scores, indices, counts.tolist(), strict=True):
+        order = torch.argsort(row, descending=True, stable=True)
+        best = order[valid[order]][:k]
+        assert count == len(best)
+        assert got[:count].tolist() == best.sort().values.tolist() and (got[count:] == -1).all()

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import sfi as oracle
 
-from fathom.kernels.selector_scores import fused_scores, fusion_weight, selector_scores, window_max
+from fathom.kernels.selector_scores import (
+    fused_scores,
+    fusion_weight,
+    selector_scores,
+    selector_scores_torch,
+    window_max,
+)
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.selector import candidates, select
 
@@ -87,6 +93,18 @@ def test_scores_and_choice_equal_algorithm_2(config, shape, budget, seed):
                 level = [float(want[j]) for j in swapped]
                 assert max(level) - min(level) < 1e-3
     assert (chosen.indices[chosen.indices < 0] == -1).all()
+
+
+@pytest.mark.parametrize("radius", [0, 16, 700])
+@pytest.mark.parametrize("n", [1023, 1024, 5000])
+def test_blocks_of_a_long_range_meet(n, radius):
+    config = SelectorConfig(nms_radius=radius)
+    logits, norms, begin, end, _ = problem(n + radius, 3, 2, 4, n)
+    begin[0], end[0] = 0, n
+    logits[0], norms[0] = torch.randn(2, 4, n), torch.rand(2, n) + 0.1
+    got = selector_scores(logits, norms, begin, end, config)
+    want = selector_scores_torch(logits, norms, begin, end, config)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 
 def test_same_choice_as_the_oracle_on_a_long_range():

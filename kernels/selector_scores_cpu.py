@@ -1,0 +1,185 @@
+"""SFI's Selector up to Top-K on the CPU; contract and plain version are in ``selector_scores.py``."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from fathom.kernels.numba_cpu import LOOPS, exp_float32, log_float32, match_torch_threads
+
+BLOCK = 1024
+
+
+def selector_scores_cpu(
+    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+) -> torch.Tensor:
+    """``selector_scores`` on the CPU; same arguments. Every place of the inputs is read once or twice."""
+    requests, kv_heads, _, n = logits.shape
+    scores = torch.empty(requests, kv_heads, n)
+    low, high = begin.long().numpy(), end.long().numpy()
+    # Logarithm of what the prior says of a position (Eq. 11), the same for all heads.
+    position = np.empty((requests, n), np.float32)
+    _positions()(
+        low, high, position, *map(np.float32, (c.position_decay, c.position_curve, c.tail_brake, c.epsilon))
+    )
+    evidence, prior = np.empty((2, requests, kv_heads, n), np.float32)
+    factors = np.empty((requests, kv_heads, 2), np.float32)
+    numbers = (
+        c.power,
+        c.norm_decay,
+        c.nms_strength,
+        c.cross_head,
+        1 / c.temperature,
+        c.epsilon,
+        math.log(c.epsilon),
+    )
+    _scores()(
+        logits.numpy(),
+        key_norms.numpy(),
+        low,
+        high,
+        (evidence, prior, position, factors),
+        scores.numpy(),
+        tuple(map(np.float32, numbers)),
+        float(c.prior_clip),
+        int(c.nms_radius),
+    )
+    return scores
+
+
+@functools.cache
+def _positions() -> Callable[..., None]:
+    match_torch_threads()
+    zero, one = np.float32(0), np.float32(1)
+
+    # Without `reassoc`, which makes 1 + epsilon - u of 1 - u + epsilon, and so nothing of it at the last candidate.
+    @njit(parallel=True, fastmath={"contract"}, error_model="numpy", cache=True)
+    def kernel(begin, end, position, decay, curve, brake, epsilon):
+        requests, n = position.shape
+        blocks = -(-n // BLOCK)
+        for task in prange(requests * blocks):
+            r, first = task // blocks, task % blocks * BLOCK
+            low, high = begin[r], end[r]
+            span = np.float32(high - low - 1) + epsilon
+            own = position[r, first : first + BLOCK]
+            for t in range(len(own)):
+                u = min(max(np.float32(first - low + t) / span, zero), one)
+                own[t] = brake * log_float32(one - u + epsilon) - decay * exp_float32(curve * log_float32(u))
+
+    return kernel
+
+
+@functools.cache
+def _scores() -> Callable[..., None]:
+    match_torch_threads()
+    lowest, zero, one = np.float32(-np.inf), np.float32(0), np.float32(1)
+
+    @njit(parallel=True, **LOOPS)
+    def kernel(logits, key_norms, begin, end, scratch, scores, numbers, prior_clip, radius):
+        requests, kv_heads, rows, n = logits.shape
+        blocks = -(-n // BLOCK)
+        evidence, prior, position, factors = scratch
+        power, norm_decay, strength, cross_head, per_degree, epsilon, log_epsilon = numbers
+
+        # Evidence (Eqs. 6 to 8) and prior (Eqs. 9 to 12), and the factors that make their mixture a distribution.
+        for pair in prange(requests * kv_heads):
+            r, h = pair // kv_heads, pair % kv_heads
+            low, high = begin[r], end[r]
+            shift = np.empty(rows, np.float32)
+            for q in range(rows):
+                best, top, total = np.full(BLOCK, lowest), lowest, 0.0
+                for first in range(low, high, BLOCK):
+                    source = logits[r, h, q, first : min(first + BLOCK, high)]
+                    for t in range(len(source)):
+                        best[t] = source[t] if source[t] > best[t] else best[t]
+                for t in range(BLOCK):
+                    top = max(top, best[t])
+                for first in range(low, high, BLOCK):
+                    source, part = logits[r, h, q, first : min(first + BLOCK, high)], zero
+                    for t in range(len(source)):
+                        part += exp_float32(source[t] - top)
+                    total += part
+                shift[q] = top + log_float32(np.float32(total))
+            sum_f = sum_r = sum_ff = sum_fr = sum_rr = 0.0
+            each, root, mean = one / np.float32(rows), one / power, np.empty(BLOCK, np.float32)
+            for first in range(low, high, BLOCK):
+                size = min(BLOCK, high - first)
+                mean[:] = zero
+                for q in range(rows):
+                    source, own = logits[r, h, q, first : first + size], shift[q]
+                    for t in range(size):
+                        mean[t] += exp_float32(power * (source[t] - own))
+                norms, place = key_norms[r, h, first : first + size], position[r, first : first + size]
+                fs, xs = evidence[r, h, first : first + size], prior[r, h, first : first + size]
+                part_f = part_r = part_ff = part_fr = part_rr = zero
+                for t in range(size):
+                    f = exp_float32(root * log_float32(each * mean[t])) if mean[t] > zero else zero
+                    x = exp_float32(place[t] - norm_decay * log_float32(norms[t] + epsilon))
+                    fs[t], xs[t] = f, x
+                    part_f += f
+                    part_r += x
+                    part_ff += f * f
+                    part_fr += f * x
+                    part_rr += x * x
+                sum_f += part_f
+                sum_r += part_r
+                sum_ff += part_ff
+                sum_fr += part_fr
+                sum_rr += part_rr
+            # The fusion weight of Eq. 18.
+            ff, fr, rr = sum_ff / (sum_f * sum_f), sum_fr / (sum_f * sum_r), sum_rr / (sum_r * sum_r)
+            bottom = ff - 2 * fr + rr
+            weight = min(max((ff - fr) / bottom, 0.0), prior_clip) if bottom > 0 else 0.0
+            factors[r, h, 0], factors[r, h, 1] = (1 - weight) / sum_f, weight / sum_r
+
+        # Soft non-maximum suppression (Eqs. 19 to 21) and cross-head exclusivity (Eqs. 22 and 23).
+        width = 2 * radius + 1
+        for task in prange(requests * blocks):
+            r, first = task // blocks, task % blocks * BLOCK
+            low, high = max(first, begin[r]), min(first + BLOCK, end[r])
+            scores[r, :, first : first + BLOCK] = lowest
+            size = high - low
+            if size <= 0:
+                continue
+            near, far = max(low - radius, begin[r]), min(high + radius, end[r])
+            z = np.empty(size, np.float32)
+            peak, wider = np.empty(size + 2 * radius, np.float32), np.empty(size + 2 * radius, np.float32)
+            top, total = np.full(size, lowest), np.zeros(size, np.float32)
+            for h in range(kv_heads):
+                of_f, of_r = factors[r, h, 0], factors[r, h, 1]
+                fs, xs, own = evidence[r, h, near:far], prior[r, h, near:far], scores[r, h, low:high]
+                peak[:] = lowest
+                inner = peak[near - low + radius : far - low + radius]
+                for t in range(far - near):
+                    inner[t] = log_float32(of_f * fs[t] + of_r * xs[t] + epsilon)
+                z[:] = peak[radius : radius + size]
+                # peak[i] is the largest of `covered` places from i on.
+                covered = 1
+                while 2 * covered <= width:
+                    ahead = peak[covered:]
+                    for t in range(len(ahead)):
+                        wider[t] = ahead[t] if ahead[t] > peak[t] else peak[t]
+                    peak, wider, covered = wider, peak, 2 * covered
+                ahead = peak[width - covered :]
+                for t in range(size):
+                    largest = ahead[t] if ahead[t] > peak[t] else peak[t]
+                    value = z[t] - strength * (largest - z[t])
+                    own[t] = value
+                    top[t] = value if value > top[t] else top[t]
+            for h in range(kv_heads):
+                own = scores[r, h, low:high]
+                for t in range(size):
+                    total[t] += exp_float32((own[t] - top[t]) * per_degree)
+            for t in range(size):
+                total[t] = log_float32(total[t])
+            for h in range(kv_heads):
+                own = scores[r, h, low:high]
+                for t in range(size):
+                    share = (own[t] - top[t]) * per_degree - total[t]
+                    own[t] += cross_head * (share if share > log_epsilon else log_epsilon)
+
+    return kernel
