@@ -15,7 +15,7 @@ from numba import njit, prange
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
-    as_array,
+    as_lines,
     exp_float32,
     match_torch_threads,
     prefetch,
@@ -133,8 +133,8 @@ def decode_attention(
     partial_sum = np.empty((tasks, group), np.float32)
     kernel(
         query.float().numpy(),
-        as_array(keys),
-        as_array(values),
+        as_lines(keys),
+        as_lines(values),
         page_table.numpy(),
         (plan.row, plan.request, plan.head, plan.start, plan.stop, plan.first),
         (partial, partial_max, partial_sum),
@@ -166,8 +166,10 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     @njit(
         parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
     )
-    def kernel(query, keys, values, table, tasks, partials, results, scale):
+    def kernel(query, pool_keys, pool_values, table, tasks, partials, results, scale):
         row, request, head, start, stop, first = tasks
+        keys, key_slot, key_head = pool_keys
+        values, value_slot, value_head = pool_values
         partial, partial_max, partial_sum = partials
         for i in prange(len(row)):
             q = np.empty((group, head_dim), np.float32)
@@ -179,6 +181,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
             top = np.full(group, -np.inf, np.float32)
             total = np.zeros(group, np.float32)
             h, last = head[i], stop[i] - 1
+            key_line, value_line = h * key_head, h * value_head
             slots = table[row[i]]
             for begin in range(start[i], stop[i], block):
                 n = min(block, stop[i] - begin)
@@ -186,11 +189,11 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for t in range(0, n, 4):
                     for far in range(begin + t + ahead, begin + t + ahead + 4):
                         for d in range(0, head_dim, line):
-                            prefetch(keys, slots[min(far, last)], h, d)
-                    k0 = keys[slots[begin + t], h]
-                    k1 = keys[slots[min(begin + t + 1, last)], h]
-                    k2 = keys[slots[min(begin + t + 2, last)], h]
-                    k3 = keys[slots[min(begin + t + 3, last)], h]
+                            prefetch(keys, slots[min(far, last)] * key_slot + key_line, d)
+                    k0 = keys[slots[begin + t] * key_slot + key_line]
+                    k1 = keys[slots[min(begin + t + 1, last)] * key_slot + key_line]
+                    k2 = keys[slots[min(begin + t + 2, last)] * key_slot + key_line]
+                    k3 = keys[slots[min(begin + t + 3, last)] * key_slot + key_line]
                     for g in range(group):
                         q_row, score = q[g], scores[g]
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
@@ -225,11 +228,11 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 for t in range(0, n, 4):
                     for far in range(begin + t + ahead, begin + t + ahead + 4):
                         for d in range(0, value_dim, line):
-                            prefetch(values, slots[min(far, last)], h, d)
-                    v0 = values[slots[begin + t], h]
-                    v1 = values[slots[min(begin + t + 1, last)], h]
-                    v2 = values[slots[min(begin + t + 2, last)], h]
-                    v3 = values[slots[min(begin + t + 3, last)], h]
+                            prefetch(values, slots[min(far, last)] * value_slot + value_line, d)
+                    v0 = values[slots[begin + t] * value_slot + value_line]
+                    v1 = values[slots[min(begin + t + 1, last)] * value_slot + value_line]
+                    v2 = values[slots[min(begin + t + 2, last)] * value_slot + value_line]
+                    v3 = values[slots[min(begin + t + 3, last)] * value_slot + value_line]
                     for g in range(group):
                         sums, score = acc[g], scores[g]
                         w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]

@@ -68,21 +68,26 @@ def as_rows(tensor: torch.Tensor) -> tuple[np.ndarray, int, int] | None:
     return as_array(tensor.as_strided(((rows - 1) * stride + width,), (1,))), stride, rows
 
 
-def as_slots(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
-    """A [slots, heads, dim] tensor as a contiguous array of more slots, and how many of those make one of its own.
+def as_lines(tensor: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    """A [slots, heads, dim] tensor as one contiguous array of lines [lines, dim], of which it may be a part.
 
-    A layer's view of a pool that holds several layers becomes an array of the one type that vectorises best.
+    Whatever order slots and heads have in memory, and a layer's view of a pool that holds several layers too, it is
+    the one type of array for which a kernel is compiled.
+
+    Returns:
+        The array, and how many lines apart two slots and two heads are.
 
     Raises:
-        ValueError: when slots are not a whole number of [heads, dim] blocks apart.
+        ValueError: when slots or heads are not a whole number of lines apart.
     """
     slots, heads, dim = tensor.shape
-    step, rest = divmod(tensor.stride(0), heads * dim)
-    if tensor.is_contiguous():
-        return as_array(tensor), 1
-    if rest or tensor.stride()[1:] != (dim, 1):
-        raise ValueError(f"keys and values must be [slots, heads, dim] blocks, got strides {tensor.stride()}")
-    return as_array(tensor.as_strided(((slots - 1) * step + 1, heads, dim), (heads * dim, dim, 1))), step
+    (slot, slot_rest), (head, head_rest) = (divmod(stride, dim) for stride in tensor.stride()[:2])
+    if slot_rest or head_rest or tensor.stride(2) != 1:
+        raise ValueError(
+            f"keys and values must be [slots, heads, dim] in whole lines, got strides {tensor.stride()}"
+        )
+    lines = (slots - 1) * slot + (heads - 1) * head + 1
+    return as_array(tensor.as_strided((lines, dim), (dim, 1))), slot, head
 
 
 def match_torch_threads() -> None:
@@ -100,8 +105,8 @@ LINE_BYTES = 64
 
 
 @intrinsic
-def prefetch(typing_context, array, slot, head, element):
-    """Ask for the cache line of ``array[slot, head, element]``, in range or not: nothing waits, nothing is read."""
+def prefetch(typing_context, array, line, element):
+    """Ask for the cache line of ``array[line, element]``, in range or not: nothing waits, nothing is read."""
 
     def codegen(context, builder, signature, args):
         kind, numbers = signature.args[0], zip(signature.args[1:], args[1:], strict=True)
@@ -116,7 +121,7 @@ def prefetch(typing_context, array, slot, head, element):
         builder.call(function, [builder.bitcast(place, byte), read, keep, data])
         return context.get_dummy_value()
 
-    return types.void(array, slot, head, element), codegen
+    return types.void(array, line, element), codegen
 
 
 def _constant(value: int) -> ir.Constant:

@@ -88,14 +88,14 @@ def _pack_kernel(
     d = tl.arange(0, DIM_P)
     mask = there[:, None] & (d < DIM)[None, :]
     moved = tl.load(keys + source[:, None] * stride_key_slot + h * stride_key_head + d[None, :], mask=mask)
-    to = compact_keys + target[:, None] * stride_packed_key + h * stride_packed_key_head
+    to = compact_keys + target[:, None] * stride_packed_key + h.to(tl.int64) * stride_packed_key_head
     tl.store(to + d[None, :], moved, mask=mask)
     d = tl.arange(0, VALUE_DIM_P)
     mask = there[:, None] & (d < VALUE_DIM)[None, :]
     moved = tl.load(
         values + source[:, None] * stride_value_slot + h * stride_value_head + d[None, :], mask=mask
     )
-    to = compact_values + target[:, None] * stride_packed_value + h * stride_packed_value_head
+    to = compact_values + target[:, None] * stride_packed_value + h.to(tl.int64) * stride_packed_value_head
     tl.store(to + d[None, :], moved, mask=mask)
 
 

@@ -13,8 +13,7 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.decode_attention import KEYS_AHEAD
-from fathom.kernels.numba_cpu import LINE_BYTES, as_slots, match_torch_threads, prefetch
-from fathom.kernels.selector_scores import ScoreParameters
+from fathom.kernels.numba_cpu import LINE_BYTES, as_lines, match_torch_threads, prefetch
 from fathom.kernels.selector_scores_cpu import selector_scores_cpu
 
 
@@ -100,10 +99,10 @@ def pack_segment_cpu(
     indices: torch.Tensor,
     sink: int,
 ) -> None:
-    """``pack_segment`` on the CPU; same arguments, tensors with [heads, dim] blocks."""
+    """``pack_segment`` on the CPU; same arguments."""
     places = (page_table.numpy(), rows.numpy(), start.numpy(), indices.numpy(), sink)
     for origin, buffer in zip(pool, compact, strict=True):
-        _pack(LINE_BYTES // origin.element_size())(*as_slots(origin), *as_slots(buffer), *places)
+        _pack(LINE_BYTES // origin.element_size())(*as_lines(origin), *as_lines(buffer), *places)
 
 
 @functools.cache
@@ -112,7 +111,7 @@ def _pack(line: int) -> Callable[..., None]:
     match_torch_threads()
 
     @njit(parallel=True, cache=True)
-    def kernel(origin, origin_step, buffer, buffer_step, table, rows, start, indices, sink):
+    def kernel(origin, slot, head, buffer, buffer_slot, buffer_head, table, rows, start, indices, sink):
         kv_heads, width = indices.shape[1], indices.shape[2]
         for task in prange(len(rows) * kv_heads):
             e, h = task // kv_heads, task % kv_heads
@@ -125,18 +124,22 @@ def _pack(line: int) -> Callable[..., None]:
                     break
                 if 0 <= t + KEYS_AHEAD - sink < width:
                     far = max(indices[e, h, t + KEYS_AHEAD - sink], 0)
-                    for d in range(0, origin.shape[2], line):
-                        prefetch(origin, slots[far] * origin_step, h, d)
-                source = origin[slots[entry] * origin_step, h]
-                target = buffer[(start[e] + t) * buffer_step, h]
+                    for d in range(0, origin.shape[1], line):
+                        prefetch(origin, slots[far] * slot + h * head, d)
+                source = origin[slots[entry] * slot + h * head]
+                target = buffer[(start[e] + t) * buffer_slot + h * buffer_head]
                 for d in range(len(source)):
                     target[d] = source[d]
 
     return kernel
 
 
-def warm_up(dtype: torch.dtype, selector: ScoreParameters) -> None:
-    """Compile the kernels of a refresh now, so that no request waits for it (seconds, cached on disk)."""
+def warm_up(dtype: torch.dtype, selector: Any) -> None:
+    """Compile the kernels of a refresh now, so that no request waits for it (seconds, cached on disk).
+
+    Args:
+        selector: ``ScoreParameters``.
+    """
     one: Any = torch.ones(1, 1, 1)
     selector_scores_cpu(one.unsqueeze(0), one, torch.zeros(1), torch.ones(1), selector)
     stable_top_k_cpu(one, one.bool(), torch.ones(1, 1, dtype=torch.int64), 1)

@@ -183,8 +183,8 @@ def _segments_kernel(
         t = start + tl.arange(0, BLOCK)
         there = t < stop
         at = (compact_start + t).to(tl.int64)
-        k_at = at * stride_compact_key_slot + h * stride_compact_key_head
-        v_at = at * stride_compact_value_slot + h * stride_compact_value_head
+        k_at = at * stride_compact_key_slot + h.to(tl.int64) * stride_compact_key_head
+        v_at = at * stride_compact_value_slot + h.to(tl.int64) * stride_compact_value_head
         k = tl.load(compact_keys + k_at[:, None] + d[None, :], mask=there[:, None] & in_d[None, :], other=0.0)
         v = tl.load(
             compact_values + v_at[:, None] + dv[None, :], mask=there[:, None] & in_v[None, :], other=0.0

@@ -12,7 +12,7 @@ from fathom.kernels.decode_attention import KEYS_AHEAD, KEYS_PER_BLOCK, KEYS_PER
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
-    as_slots,
+    as_lines,
     exp_float32,
     match_torch_threads,
     prefetch,
@@ -98,8 +98,8 @@ def two_segment_attention_cpu(
         kept = (logits.numpy(), evidence.key_norms.numpy())
     _compiled(rows, head_dim, value_dim, pool[0].dtype)(
         query.float().numpy(),
-        (*as_slots(pool[0]), *as_slots(pool[1])),
-        (*as_slots(compact[0]), *as_slots(compact[1])),
+        (*as_lines(pool[0]), *as_lines(pool[1])),
+        (*as_lines(compact[0]), *as_lines(compact[1])),
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -131,7 +131,7 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
         window = query.shape[1]
         group = rows // window
         for i in prange(len(row)):
-            b, h = request[i], np.uint64(head[i])  # unsigned: spares the check for indices from the end
+            b, h = request[i], head[i]
             q = np.empty((rows, head_dim), np.float32)
             visible = np.empty(rows, np.int64)
             for r in range(rows):
@@ -144,7 +144,8 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
             total = np.zeros(rows, np.float32)
             paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
             keep = paged and evidence_row[b] >= 0
-            keys, key_step, values, value_step = pool if paged else compact
+            keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
+            key_line, value_line = h * key_head, h * value_head
             slots, last = table[line], stop[i] - 1
             for begin in range(start[i], stop[i], block):
                 n = min(block, stop[i] - begin)
@@ -155,11 +156,11 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     for far in range(e0 + ahead, e0 + ahead + 4):
                         e = min(far, last)
                         for d in range(0, head_dim, cache_line):
-                            prefetch(keys, (slots[e] if paged else e) * key_step, h, d)
-                    k0 = keys[(slots[e0] if paged else e0) * key_step, h]
-                    k1 = keys[(slots[e1] if paged else e1) * key_step, h]
-                    k2 = keys[(slots[e2] if paged else e2) * key_step, h]
-                    k3 = keys[(slots[e3] if paged else e3) * key_step, h]
+                            prefetch(keys, (slots[e] if paged else e) * key_slot + key_line, d)
+                    k0 = keys[(slots[e0] if paged else e0) * key_slot + key_line]
+                    k1 = keys[(slots[e1] if paged else e1) * key_slot + key_line]
+                    k2 = keys[(slots[e2] if paged else e2) * key_slot + key_line]
+                    k3 = keys[(slots[e3] if paged else e3) * key_slot + key_line]
                     for r in range(rows):
                         q_row, score = q[r], scores[r]
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
@@ -176,9 +177,9 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 if keep:
                     # A loop of its own: within the loop above, LLVM would not vectorise it.
                     for t in range(n):
-                        square = np.float32(0)
+                        key, square = keys[slots[begin + t] * key_slot + key_line], np.float32(0)
                         for d in range(head_dim):
-                            x = to_float32(keys[slots[begin + t] * key_step, h, d])
+                            x = to_float32(key[d])
                             square += x * x
                         norms[kept, h, begin + t] = math.sqrt(square)
                 for r in range(rows):
@@ -213,11 +214,11 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     for far in range(e0 + ahead, e0 + ahead + 4):
                         e = min(far, last)
                         for d in range(0, value_dim, cache_line):
-                            prefetch(values, (slots[e] if paged else e) * value_step, h, d)
-                    v0 = values[(slots[e0] if paged else e0) * value_step, h]
-                    v1 = values[(slots[e1] if paged else e1) * value_step, h]
-                    v2 = values[(slots[e2] if paged else e2) * value_step, h]
-                    v3 = values[(slots[e3] if paged else e3) * value_step, h]
+                            prefetch(values, (slots[e] if paged else e) * value_slot + value_line, d)
+                    v0 = values[(slots[e0] if paged else e0) * value_slot + value_line]
+                    v1 = values[(slots[e1] if paged else e1) * value_slot + value_line]
+                    v2 = values[(slots[e2] if paged else e2) * value_slot + value_line]
+                    v3 = values[(slots[e3] if paged else e3) * value_slot + value_line]
                     for r in range(rows):
                         sums, score = acc[r], scores[r]
                         w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]

@@ -14,6 +14,7 @@ import torch
 
 from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_segment_attention
+from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
 from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
 from fathom.runtime.sfi.refresh import EvidenceRing, RefreshExecutor, lanes_of
@@ -122,10 +123,13 @@ class SlowFast:
         self.spans = shape.layers // shape.span
         self.runs = CompactRuns(shape.run(options), shape.buffer_bytes(options))
         self.phases = PhaseState(shape.rows, triggers, self.config)
-        # Memory that no request has used yet is not taken from the machine.
+        # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
+        # not taken from the machine.
         self.compact = [
             tuple(
-                torch.empty(self.runs.tokens, shape.kv_heads, dim, dtype=shape.dtype, device=shape.device)
+                torch.empty(
+                    shape.kv_heads, self.runs.tokens, dim, dtype=shape.dtype, device=shape.device
+                ).transpose(0, 1)
                 for dim in (shape.head_dim, shape.value_dim)
             )
             for _ in range(shape.layers)
@@ -310,8 +314,7 @@ class Step:
         layer: int,
         query: torch.Tensor,
         pool: tuple[torch.Tensor, torch.Tensor],
-        slots: np.ndarray,
-        entry: np.ndarray,
+        view: SpanView,
         scale: float,
     ) -> torch.Tensor:
         """Attention of the step's query rows at one layer.
@@ -320,15 +323,14 @@ class Step:
             query: [query rows, heads, head_dim], request after request.
             pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of the layer, the new
                 tokens' included.
-            slots: [entries] int32 slots of the layer's span, segment after segment; entry: [segments + 1] where
-                each segment begins.
+            view: of the layer's span.
 
         Returns:
             [query rows, heads, value_dim] float32.
         """
         state, span = self.state, layer // self.state.shape.span
         if span not in self.spans:
-            self.spans[span] = self._plan(span, slots, entry)
+            self.spans[span] = self._plan(span, view)
         plan = self.spans[span]
         keys, values = state.compact[layer]
         compact, evidence = (keys, values), None
@@ -341,18 +343,18 @@ class Step:
             state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))
         return output.squeeze(1)
 
-    def _plan(self, span: int, slots: np.ndarray, entry: np.ndarray) -> SpanStep:
+    def _plan(self, span: int, view: SpanView) -> SpanStep:
         state = self.state
-        offsets = entry[:-1][self.segments]
-        lengths = torch.from_numpy(entry[1:][self.segments] - offsets)
+        lengths = torch.from_numpy(np.diff(view.entry)[self.segments])
         held = state.held[span, self.rows]
         key = (*lengths.tolist(), *held.tolist())
         if key not in self.plans:
             self.plans[key] = self._plan_tables(lengths, held)
         on_host, on_device = self.plans[key]
         table = np.zeros((len(self), int(lengths.max())), np.int32)
+        segments = np.arange(len(view.entry) - 1)[self.segments]
         for line, begin, end, *_ in on_host.plan.packed.tolist():
-            table[line, begin:end] = slots[offsets[line] + begin : offsets[line] + end]
+            table[line, begin:end] = view.part(segments[line], begin, end)
         taken = on_host.refresh.rows[on_host.refresh.rows >= 0]
         width = int(lengths[taken].max()) if len(taken) else 1
         return SpanStep(on_device, on_host.held, send(table, state.shape.device), width)

@@ -1,6 +1,8 @@
 """What the layers of one span read and write in one engine step: built once, read by each of its layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -45,18 +47,32 @@ class SpanView:
     The query rows of a segment are the last entries it reads, in order: attention is causal "extend with prefix".
 
     Attributes:
-        slots: [entries] int32 physical slots, segment after segment, in the order of positions.
+        look_up: the int32 physical slots of a run of entries; see :attr:`slots`.
         entry: [segments + 1] int64: where each segment's entries begin in ``slots``.
         query: [segments + 1] int64: where each segment's rows begin in the packed query.
         write: [query rows] int64 physical slots that take the rows' keys and values.
         cache: what a backend derives from this view, by its own keys.
     """
 
-    slots: np.ndarray
+    look_up: Callable[[slice], np.ndarray]
     entry: np.ndarray
     query: np.ndarray
     write: np.ndarray
     cache: dict = field(default_factory=dict)
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """[entries] int32 physical slots, segment after segment, in the order of positions.
+
+        They are looked up when they are first asked for: a fast step of a long context reads a small part.
+        """
+        return self.look_up(slice(None))
+
+    def part(self, segment: int, begin: int, end: int) -> np.ndarray:
+        """[end - begin] int32 physical slots of the entries ``begin .. end - 1`` of a segment."""
+        first = int(self.entry[segment])
+        run = slice(first + begin, first + end)
+        return self.slots[run] if "slots" in self.__dict__ else self.look_up(run)
 
 
 def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
@@ -70,13 +86,13 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
         return _mixed(memory, batch, span, private, after)
     entry = np.concatenate([[0], np.cumsum(batch.lengths)])
     query = np.concatenate([[0], np.cumsum(batch.new)])
-    slots = memory.shared.slots(span, batch.virtual)
-    if (batch.new == 1).all():
-        write = slots[entry[1:] - 1]
-    else:
-        ends = np.repeat(entry[1:] - query[1:], batch.new)
-        write = slots[ends + np.arange(query[-1])]
-    return SpanView(slots, entry, query, write.astype(np.int64))
+    ends = np.repeat(entry[1:] - query[1:], batch.new)
+    write = memory.shared.slots(span, batch.virtual[ends + np.arange(query[-1])])
+
+    def look_up(run: slice) -> np.ndarray:
+        return memory.shared.slots(span, batch.virtual[run])
+
+    return SpanView(look_up, entry, query, write.astype(np.int64))
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:
@@ -112,7 +128,7 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after
             segment(memory.retained.slots(row, span).astype(np.int32), later)
     empty = np.zeros(0, np.int32)
     return SpanView(
-        np.concatenate(parts or [empty]),
+        np.concatenate(parts or [empty]).__getitem__,
         np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         np.concatenate(writes or [empty]).astype(np.int64),

@@ -20,9 +20,8 @@ def segments(slots: Sequence[np.ndarray], rows: Sequence[int]) -> SpanView:
     entry = np.concatenate([[0], np.cumsum([len(part) for part in slots])]).astype(np.int64)
     query = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
     write = [part[len(part) - count :] for part, count in zip(slots, rows, strict=True)]
-    return SpanView(
-        np.concatenate(slots).astype(np.int32), entry, query, np.concatenate(write).astype(np.int64)
-    )
+    look_up = np.concatenate(slots).astype(np.int32).__getitem__
+    return SpanView(look_up, entry, query, np.concatenate(write).astype(np.int64))
 
 
 def prepare(

@@ -195,9 +195,7 @@ class SpanAttentionBackend(AttentionBackend):
         self, step: Step, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView
     ) -> torch.Tensor:
         """[rows, heads, value_dim] float32 for the rows of the step."""
-        return step.attend(
-            layer.layer_id, query, self._pool(layer), span_view.slots, span_view.entry, layer.scaling
-        )
+        return step.attend(layer.layer_id, query, self._pool(layer), span_view, layer.scaling)
 
     def _store(
         self, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", save_kv_cache: bool

@@ -48,7 +48,8 @@ def compare_attention(
 ) -> int:
     slots, width = 700, 300
     pool = torch.randn(slots, kv_heads, dim).to(dtype), torch.randn(slots, kv_heads, value_dim).to(dtype)
-    compact = torch.randn(200, kv_heads, dim).to(dtype), torch.randn(200, kv_heads, value_dim).to(dtype)
+    # Each head's tokens lie together, as in a server's compact buffers.
+    compact = tuple(torch.randn(kv_heads, 200, d).to(dtype).transpose(0, 1) for d in (dim, value_dim))
     table = torch.stack([torch.randperm(slots)[:width] for _ in range(4)]).int()
     query = torch.randn(4, window, heads, dim).to(dtype)
     columns = [
@@ -86,7 +87,7 @@ def compare_packing(dim: int, value_dim: int, sink: int) -> int:
     indices[1, :, 9:] = -1
     indices = indices.int()
     rows, start = torch.tensor([2, 0, -1]), torch.tensor([30, 0, 0])
-    got, want = ([torch.zeros(60, 3, d) for d in (dim, value_dim)] for _ in range(2))
+    got, want = ([torch.zeros(3, 60, d).transpose(0, 1) for d in (dim, value_dim)] for _ in range(2))
     pack_segment.pack_segment_torch(pool, tuple(want), table, rows, start, indices, sink)
     pack_segment.pack_segment_triton(pool, tuple(got), table, rows, start, indices, sink)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

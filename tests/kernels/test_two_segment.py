@@ -25,6 +25,11 @@ DENSE, FAST, EDGE = (1, 0, 2300, 0, 0, 1), (3, 1900, 2156, 300, 1100, -1), (0, 4
 EMPTY, LAST = (2, 0, 0, 0, 0, -1), (2, 0, 70, 0, 0, 0)
 
 
+def head_by_head(buffer):
+    """[tokens, kv_heads, dim] with each head's tokens lying together, as in a server's compact buffers."""
+    return buffer.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def problem(window, heads, kv_heads, dim, value_dim, dtype, seed=0):
     """Scattered slots; the pool's other slots and the compact buffer's unused places are poisoned with NaN."""
     torch.manual_seed(seed)
@@ -39,7 +44,7 @@ def problem(window, heads, kv_heads, dim, value_dim, dtype, seed=0):
     used = table.flatten().long()
     pool = filled(slots, dim, used), filled(slots, value_dim, used)
     taken = torch.cat((torch.arange(0, 4), torch.arange(300, 1400)))
-    compact = filled(1500, dim, taken), filled(1500, value_dim, taken)
+    compact = head_by_head(filled(1500, dim, taken)), head_by_head(filled(1500, value_dim, taken))
     return torch.randn(5, window, heads, dim).to(dtype), pool, compact, table
 
 
@@ -73,13 +78,24 @@ def test_two_segments_equal_reference(window, heads, kv_heads, dim, value_dim, d
         assert torch.equal(a, b)  # keeping evidence does not change the output
 
 
-def test_a_strided_pool_is_read_in_place():
+def test_strided_keys_are_read_in_place():
     query, pool, compact, table = problem(1, 4, 2, 32, 32, torch.float32)
     wide = torch.stack(pool, 1)  # [slots, 2, kv_heads, dim]
     plan = plan_of([DENSE, FAST, EDGE, EMPTY, LAST], 2)
-    got, _ = two_segment_attention(query, (wide[:, 0], wide[:, 1]), compact, table, plan, 0.2)
     want, _ = two_segment_attention(query, pool, compact, table, plan, 0.2)
+    got, _ = two_segment_attention(query, (wide[:, 0], wide[:, 1]), compact, table, plan, 0.2)
     assert torch.equal(got, want)
+    by_token = compact[0].contiguous(), compact[1].contiguous()
+    got, _ = two_segment_attention(query, pool, by_token, table, plan, 0.2)
+    assert torch.equal(got, want)
+
+
+def test_keys_in_parts_of_lines_are_refused():
+    query, pool, compact, table = problem(1, 4, 2, 32, 32, torch.float32)
+    plan = plan_of([DENSE, FAST, EDGE, EMPTY, LAST], 2)
+    skewed = torch.zeros(9300, 2, 40)[..., :32]
+    with pytest.raises(ValueError, match=r"whole lines, got strides \(80, 40, 1\)"):
+        two_segment_attention(query, (skewed, pool[1]), compact, table, plan, 0.2)
 
 
 def test_decode_logits_equal_reference():
@@ -124,15 +140,15 @@ def test_tasks_cover_both_segments_once(requests, kv_heads):
     assert pairs == [(r, h) for r in range(len(requests)) for h in range(kv_heads)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_gathers_sink_and_selection_per_head(dtype):
+@pytest.mark.parametrize(("dtype", "layout"), [(torch.float32, torch.clone), (torch.bfloat16, head_by_head)])
+def test_packing_gathers_sink_and_selection_per_head(dtype, layout):
     # One layer's view of a pool that holds three.
     keys, values = torch.randn(50, 3, 2, 8).to(dtype)[:, 1], torch.randn(50, 2, 4).to(dtype)
     table = torch.stack([torch.randperm(50)[:30] for _ in range(3)]).int()
     chosen = torch.tensor(
         [[[4, 9, 11], [5, 6, 29]], [[8, -1, -1], [7, -1, -1]], [[1, 2, 3], [1, 2, 3]]]
     ).int()
-    compact = torch.zeros(20, 2, 8, dtype=dtype), torch.zeros(20, 2, 4, dtype=dtype)
+    compact = layout(torch.zeros(20, 2, 8, dtype=dtype)), layout(torch.zeros(20, 2, 4, dtype=dtype))
     pack_segment(
         (keys, values), compact, table, torch.tensor([2, 0, -1]), torch.tensor([10, 0, 3]), chosen, 2
     )

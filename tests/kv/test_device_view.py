@@ -22,7 +22,7 @@ def span_view(lengths, new, seed=0):
     write = [part[length - own :] for part, length, own in zip(parts, lengths, new, strict=True)]
     empty = np.zeros(0, np.int64)
     return SpanView(
-        np.concatenate([empty, *parts]).astype(np.int32),
+        np.concatenate([empty, *parts]).astype(np.int32).__getitem__,
         *bounds,
         np.concatenate([empty, *write]).astype(np.int64),
     )

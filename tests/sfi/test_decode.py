@@ -15,6 +15,7 @@ from oracles import combined
 from oracles import sfi as oracle
 
 from fathom.runtime.decode import AS_SERVED, Entry, Shape, SlowFast
+from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import Reading
@@ -116,7 +117,8 @@ class Loop:
                 self.pool[i][0][last], self.pool[i][1][last] = k.transpose(0, 1), v.transpose(0, 1)
                 slots = np.concatenate([[7, 7], *tables]).astype(np.int32)  # a segment before the step's own
                 entry = np.cumsum([0, 2, *map(len, tables)])
-                mixed = step.attend(i, q.transpose(0, 1), self.pool[i], slots, entry, 1 / math.sqrt(32))
+                view = SpanView(slots.__getitem__, entry, np.arange(len(entry)), np.zeros(0, np.int64))
+                mixed = step.attend(i, q.transpose(0, 1), self.pool[i], view, 1 / math.sqrt(32))
                 hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(hidden), -1))
                 hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         logits = self.model.lm_head(body.norm(hidden)).split(counts)
