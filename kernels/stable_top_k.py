@@ -35,7 +35,7 @@ def stable_top_k(
         return scores.new_full((*shape, width), -1, dtype=torch.int32), scores.new_zeros(
             shape, dtype=torch.int32
         )
-    there = valid.sum(-1).expand(scores.shape[:-1])
+    there = valid.expand(*valid.shape[:-1], n).sum(-1).expand(scores.shape[:-1])
     valid = valid.expand(scores.shape)
     counts = torch.minimum(there, budget.expand(scores.shape[:-1]).long()).clamp(min=0, max=width)
     if scores.device.type == "cpu" and scores.dtype == torch.float32:

@@ -50,3 +50,11 @@ def test_many_scores_of_any_size(seed, n, spread):
         best = order[valid[order]][:k]
         assert count == len(best)
         assert got[:count].tolist() == best.sort().values.tolist() and (got[count:] == -1).all()
+
+
+def test_one_flag_may_stand_for_all_candidates():
+    scores = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]])
+    for dtype in (torch.float32, torch.float64):
+        for flag in (torch.ones(1, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)):
+            indices, counts = stable_top_k(scores.to(dtype), flag, torch.tensor(2), 2)
+            assert indices.tolist() == [[0, 2], [1, 2]] and counts.tolist() == [2, 2]
