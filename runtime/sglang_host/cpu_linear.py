@@ -1,15 +1,17 @@
-"""Linear layers with weights packed once for oneDNN, for machines without a GPU.
+"""Linear layers and output matrix with weights packed once for oneDNN, for machines without a GPU.
 
 ``torch.nn.functional.linear`` lays a bfloat16 weight out anew in every call. oneDNN's own layout, made once
 after loading, spares that. It takes the place of the plain weight, so memory stays the same, and weights cannot be
 updated or read back while the server runs.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 TYPICAL_ROWS = 1024  # the layout that oneDNN chooses for this many rows serves any number
 
@@ -29,17 +31,30 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 def pack(model: torch.nn.Module) -> int:
-    """Pack every unquantised bfloat16 linear layer of a loaded model; the number of layers packed."""
+    """Pack every unquantised bfloat16 linear layer of a loaded model, and its output matrix if that is not also the
+    embedding and not asked for in float32; the number of matrices packed.
+    """
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
+    modules = list(model.modules())
+    owners = Counter(id(p) for module in modules for p in module._parameters.values())
+    wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
     layers: list[Any] = [
         module
-        for module in model.modules()
-        if isinstance(module, LinearBase)
-        and type(module.quant_method) is UnquantizedLinearMethod
+        for module in modules
+        if _plain(module)
         and module.weight.dtype == torch.bfloat16
+        and owners[id(module.weight)] == 1
+        and not (wide_head and isinstance(module, ParallelLMHead))
     ]
     for layer in layers:
         layer.quant_method = PackedLinearMethod(layer.weight)
         layer.weight.data = layer.weight.data.new_empty(0)
     return len(layers)
+
+
+def _plain(module: torch.nn.Module) -> bool:
+    method = type(getattr(module, "quant_method", None))
+    if isinstance(module, ParallelLMHead):
+        return method is UnquantizedEmbeddingMethod
+    return isinstance(module, LinearBase) and method is UnquantizedLinearMethod

@@ -8,6 +8,8 @@ import types
 import pytest
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from fathom.kernels.rms_norm import rms_norm_reference
 from fathom.runtime.sglang_host import cpu_linear
@@ -99,6 +101,41 @@ def test_float32_weights_stay_as_they_are():
     module = linear(16, 16, torch.float32, bias=False)
     assert cpu_linear.pack(module) == 0
     assert module.weight.shape == (16, 16)
+
+
+class Model(torch.nn.Module):
+    """An embedding, an output matrix, and what SGLang computes logits with."""
+
+    def __init__(self, tied: bool, wide: bool) -> None:
+        super().__init__()
+        options = {"params_dtype": torch.bfloat16, "enable_tp": False, "use_attn_tp_group": False}
+        self.embedding = VocabParallelEmbedding(100, 48, **options)
+        self.lm_head = ParallelLMHead(100, 48, **options)
+        torch.nn.init.normal_(self.embedding.weight)
+        torch.nn.init.normal_(self.lm_head.weight)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        self.logits_processor = torch.nn.Module()
+        self.logits_processor.use_fp32_lm_head = wide
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return LogitsProcessor._compute_lm_head(self.logits_processor, hidden, self.lm_head)
+
+
+@pytest.mark.parametrize(("tied", "wide"), [(False, False), (True, False), (False, True)])
+def test_the_output_matrix_is_packed_where_nothing_else_reads_it(tied, wide):
+    torch.manual_seed(2)
+    model = Model(tied, wide)
+    model.logits_processor.rl_on_policy_target = None
+    hidden = torch.randn(5, 48).to(torch.bfloat16)
+    want = model(hidden)
+    plain = not tied and not wide
+    assert cpu_linear.pack(model) == plain
+    assert model.lm_head.weight.numel() == (0 if plain else 128 * 48)
+    got = model(hidden)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert model.embedding.weight.shape == (128, 48)
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> ReplicatedLinear:
