@@ -294,12 +294,13 @@ class Step:
         self.refreshed = (self.evidence >= 0) | (self.slow & settled)
         self.capacity = int((self.evidence >= 0).sum())
         self.at_random = bool((state.reading[self.rows, 2] >= 0).any())
-        counts = torch.tensor([1 + entry.drafted for entry in entries])
-        assert not (self.slow & (self.start >= 0) & (counts > 1)).any(), "a slow step has one row"
+        counts = np.array([1 + entry.drafted for entry in entries])
+        several = torch.from_numpy(counts > 1)
+        assert not (self.slow & (self.start >= 0) & several).any(), "a slow step has one row"
         # Of each query row its request, and the rows of that request behind it.
-        self.owner = torch.arange(len(entries)).repeat_interleave(counts)
-        self.last = counts.cumsum(0) - 1
-        self.behind = self.last[self.owner] - torch.arange(len(self.owner))
+        owner, last = np.repeat(np.arange(len(entries)), counts), np.cumsum(counts) - 1
+        self.owner, self.last = torch.from_numpy(owner), torch.from_numpy(last)
+        self.behind = torch.from_numpy(last[owner] - np.arange(len(owner)))
         self.spans: dict[int, SpanStep] = {}
         # Spans whose tables are as long and as packed as another's share its plan.
         self.plans: dict[tuple[int, ...], tuple[SfiStep, SfiStep]] = {}
@@ -351,7 +352,8 @@ class Step:
         if key not in self.plans:
             self.plans[key] = self._plan_tables(lengths, held)
         on_host, on_device = self.plans[key]
-        table = np.zeros((len(self), int(lengths.max())), np.int32)
+        # What the descriptor does not name is never read, and a long table not even touched.
+        table = np.empty((len(self), int(lengths.max())), np.int32)
         segments = np.arange(len(view.entry) - 1)[self.segments]
         for line, begin, end, *_ in on_host.plan.packed.tolist():
             table[line, begin:end] = view.part(segments[line], begin, end)
