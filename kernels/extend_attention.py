@@ -27,7 +27,9 @@ def merge_segments(
 def extend_attention_reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int = -1
 ) -> torch.Tensor:
-    """Reference for :func:`extend_attention` with an explicit mask, in float32; same shapes."""
+    """Reference for :func:`extend_attention` with an explicit mask, in float32; keys and values of the prefix come
+    before the new ones'.
+    """
     new, total = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
     k = keys.float().repeat_interleave(group, 1)
@@ -43,30 +45,39 @@ def extend_attention_reference(
 
 
 def extend_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int = -1
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int = -1,
+    prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention of the last ``new`` tokens of one request over all its tokens, on the CPU.
+    """Attention of the new tokens of one request over its prefix and causally over themselves, on the CPU.
 
     Args:
-        query: [new, heads, head_dim]; keys: [prefix + new, kv_heads, head_dim]; values: [prefix + new, kv_heads,
-            value_dim]; one floating dtype, last dimension contiguous.
+        query: [new, heads, head_dim]; keys: [new, kv_heads, head_dim]; values: [new, kv_heads, value_dim]; one
+            floating dtype, last dimension contiguous.
         scale: factor on the dot products.
         window: how many earlier tokens a query sees besides itself; -1 for all.
+        prefix: keys and values of the tokens before the new ones, as above; None where there are none.
 
     Returns:
         [new, heads, value_dim] in the query's dtype.
     """
-    if query.shape[-1] != values.shape[-1] or (0 <= window < keys.shape[0] - 1):
+    before = 0 if prefix is None else len(prefix[0])
+    if query.shape[-1] != values.shape[-1] or (0 <= window < before + len(keys) - 1):
+        if prefix is not None:
+            keys, values = torch.cat((prefix[0], keys)), torch.cat((prefix[1], values))
         return _masked(query, keys, values, scale, window)
     new, heads, head_dim = query.shape
-    prefix, kv_heads = keys.shape[0] - new, keys.shape[1]
+    kv_heads = keys.shape[1]
     group = heads // kv_heads
     q = query.view(new, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    output, lse = _flash(q, keys[prefix:], values[prefix:], group, scale, causal=True)
-    if prefix:
+    output, lse = _flash(q, keys, values, group, scale, causal=True)
+    if prefix is not None and before:
         # No mask on the prefix: the query heads of a KV group are rows of one problem.
         rows = q.reshape(kv_heads, 1, group * new, head_dim)
-        output_prefix, lse_prefix = _flash(rows, keys[:prefix], values[:prefix], 1, scale, causal=False)
+        output_prefix, lse_prefix = _flash(rows, *prefix, 1, scale, causal=False)
         output, _ = merge_segments(
             output.float(),
             lse,

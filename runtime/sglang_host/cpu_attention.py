@@ -4,7 +4,7 @@ It is registered under SGLang's name ``torch_native``: SGLang takes any backend 
 launches Triton kernels, so this slot is the one that keeps every helper on its PyTorch path.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -20,19 +20,37 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def _runs(span_view: SpanView) -> list[tuple[slice, slice | torch.Tensor]]:
-    """Per segment its rows of the packed query, and its KV slots: a slice of the pool where they are one ascending
-    run, so that reading them copies nothing, else an index."""
-    if "runs" not in span_view.cache:
+Place: TypeAlias = slice | torch.Tensor
+"""Where KV lies in a layer's pool: an ascending run of slots, read in place, or an index, by which it is copied."""
+
+
+def _place(slots: np.ndarray) -> Place:
+    if len(slots) == 0:
+        return slice(0, 0)
+    first, count = int(slots[0]), len(slots)
+    if int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all()):
+        return slice(first, first + count)
+    return torch.from_numpy(slots.astype(np.int64))
+
+
+def _places(span_view: SpanView) -> list[tuple[slice, Place, Place]]:
+    """Per segment its rows of the packed query, and where the KV before them and their own lies."""
+    if "places" not in span_view.cache:
         found = []
-        for i in range(len(span_view.query) - 1):
-            slots = span_view.slots[span_view.entry[i] : span_view.entry[i + 1]]
-            first, count = int(slots[0]), len(slots)
-            run = int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all())
-            keys = slice(first, first + count) if run else torch.from_numpy(slots.astype(np.int64))
-            found.append((slice(int(span_view.query[i]), int(span_view.query[i + 1])), keys))
-        span_view.cache["runs"] = found
-    return span_view.cache["runs"]
+        bounds = zip(
+            span_view.query.tolist(), span_view.query[1:].tolist(), span_view.entry[1:].tolist(), strict=False
+        )
+        for i, (begin, stop, end) in enumerate(bounds):
+            middle = end - (stop - begin)
+            before, own = span_view.slots[int(span_view.entry[i]) : middle], span_view.slots[middle:end]
+            found.append((slice(begin, stop), _place(before), _place(own)))
+        span_view.cache["places"] = found
+    return span_view.cache["places"]
+
+
+def _read(pool: torch.Tensor, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    part = pool[place] if isinstance(place, slice) else pool.index_select(0, place)
+    return part.to(dtype)
 
 
 class CpuAttentionBackend(SpanAttentionBackend):
@@ -73,15 +91,15 @@ class CpuAttentionBackend(SpanAttentionBackend):
         output: torch.Tensor,
         skipped: np.ndarray | None,
     ) -> None:
-        keys, values = self._pool(layer)
-        for segment, (packed, slots) in enumerate(_runs(span_view)):
+        pool, dtype = self._pool(layer), query.dtype
+        for segment, (packed, before, own) in enumerate(_places(span_view)):
             if skipped is None or not skipped[segment]:
                 output[packed] = extend_attention(
                     query[packed],
-                    keys[slots].to(query.dtype),
-                    values[slots].to(query.dtype),
+                    *(_read(part, own, dtype) for part in pool),
                     layer.scaling,
                     layer.sliding_window_size,
+                    prefix=(_read(pool[0], before, dtype), _read(pool[1], before, dtype)),
                 )
 
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
