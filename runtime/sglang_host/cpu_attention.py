@@ -91,15 +91,16 @@ class CpuAttentionBackend(SpanAttentionBackend):
         output: torch.Tensor,
         skipped: np.ndarray | None,
     ) -> None:
-        pool, dtype = self._pool(layer), query.dtype
+        (keys, values), dtype = self._pool(layer), query.dtype
         for segment, (packed, before, own) in enumerate(_places(span_view)):
             if skipped is None or not skipped[segment]:
                 output[packed] = extend_attention(
                     query[packed],
-                    *(_read(part, own, dtype) for part in pool),
+                    _read(keys, own, dtype),
+                    _read(values, own, dtype),
                     layer.scaling,
                     layer.sliding_window_size,
-                    prefix=(_read(pool[0], before, dtype), _read(pool[1], before, dtype)),
+                    (_read(keys, before, dtype), _read(values, before, dtype)),
                 )
 
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
