@@ -4,6 +4,7 @@ It is registered under SGLang's name ``torch_native``: SGLang takes any backend 
 launches Triton kernels, so this slot is the one that keeps every helper on its PyTorch path.
 """
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -20,17 +21,18 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-Place: TypeAlias = slice | torch.Tensor
-"""Where KV lies in a layer's pool: an ascending run of slots, read in place, or an index, by which it is copied."""
+Place: TypeAlias = list[slice] | torch.Tensor
+"""Where KV lies in a layer's pool: ascending runs of slots, or an index where the runs are too short for slices."""
+
+SHORT_RUN = 64
 
 
 def _place(slots: np.ndarray) -> Place:
-    if len(slots) == 0:
-        return slice(0, 0)
-    first, count = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == count - 1 and bool((np.diff(slots) == 1).all()):
-        return slice(first, first + count)
-    return torch.from_numpy(slots.astype(np.int64))
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    if (len(breaks) + 1) * SHORT_RUN > len(slots) and len(breaks):
+        return torch.from_numpy(slots.astype(np.int64))
+    bounds = np.concatenate([[0], breaks, [len(slots)]])
+    return [slice(int(slots[i]), int(slots[i]) + int(j - i)) for i, j in pairwise(bounds.tolist()) if j > i]
 
 
 def _places(span_view: SpanView) -> list[tuple[slice, Place, Place]]:
@@ -49,8 +51,11 @@ def _places(span_view: SpanView) -> list[tuple[slice, Place, Place]]:
 
 
 def _read(pool: torch.Tensor, place: Place, dtype: torch.dtype) -> torch.Tensor:
-    part = pool[place] if isinstance(place, slice) else pool.index_select(0, place)
-    return part.to(dtype)
+    """The KV at a place: a view where it is one run, else a copy."""
+    if isinstance(place, torch.Tensor):
+        return pool.index_select(0, place).to(dtype)
+    runs = [pool[run] for run in place] or [pool[:0]]
+    return (runs[0] if len(runs) == 1 else torch.cat(runs)).to(dtype)
 
 
 class CpuAttentionBackend(SpanAttentionBackend):
