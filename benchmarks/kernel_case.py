@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
@@ -65,11 +66,12 @@ class KernelCase:
 
     def dense(self) -> Callable[[], torch.Tensor]:
         """The CPU kernel of dense decode steps; [batch, heads, head_dim]."""
-        from fathom.kernels.decode_attention import decode_attention, plan_decode
+        from fathom.kernels.paged_attention_cpu import paged_attention, plan_packed
 
-        lengths = torch.full((self.batch,), self.length)
-        plan = plan_decode(torch.arange(self.batch), lengths, self.kv_heads)
-        return lambda: decode_attention(self.query, *self.pool, self.table, plan, self.scale)[0]
+        one_each = np.arange(self.batch + 1)
+        tasks = plan_packed(one_each * self.length, one_each, self.kv_heads)
+        slots = self.table.view(1, -1)
+        return lambda: paged_attention(self.query, self.pool, slots, tasks, self.scale)[0]
 
     def two_segments(self, read: int) -> Callable[[], torch.Tensor]:
         """The kernel of fast steps, reading this many entries of each request; [batch, heads, head_dim].

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.decode_attention import KEYS_AHEAD
 from fathom.kernels.numba_cpu import LINE_BYTES, as_lines, match_torch_threads, prefetch
+from fathom.kernels.paged_attention_cpu import KEYS_AHEAD
 from fathom.kernels.selector_scores_cpu import selector_scores_cpu
 
 

@@ -5,13 +5,14 @@ request's page table, read in place. Both are folded into one softmax by log-sum
 has an empty segment 1 and its whole table as the range, and may keep what it saw: the attention logits and the key
 norms (Slow-Fast Inference, section 4.2).
 
-The CPU kernel is in ``two_segment_cpu.py``; the Triton kernels and the plain reference are here.
+The CPU kernel is in ``paged_attention_cpu.py``; the Triton kernels and the plain reference are here.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -49,8 +50,8 @@ class SegmentPlan:
 
     @cached_property
     def tasks(self) -> Any:
-        """The work list of the CPU kernel."""
-        from fathom.kernels.two_segment_cpu import plan_tasks
+        """The work list of the CPU kernel, for one query per request."""
+        from fathom.kernels.paged_attention_cpu import plan_tasks
 
         return plan_tasks(self.packed.numpy(), self.kv_heads)
 
@@ -125,9 +126,11 @@ def two_segment_attention(
     """
     if runs_triton(query):
         return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
-    from fathom.kernels.two_segment_cpu import two_segment_attention_cpu
+    from fathom.kernels.paged_attention_cpu import paged_attention
 
-    return two_segment_attention_cpu(query, pool, compact, page_table, plan.tasks, scale, evidence)
+    tasks = plan.tasks._replace(queries=np.arange(len(query) + 1) * query.shape[1])
+    output, lse = paged_attention(query.flatten(0, 1), pool, page_table, tasks, scale, compact, evidence)
+    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
 
 
 @triton.jit

@@ -4,14 +4,15 @@ It is registered under SGLang's name ``torch_native``: SGLang takes any backend 
 launches Triton kernels, so this slot is the one that keeps every helper on its PyTorch path.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from fathom.kernels.decode_attention import decode_attention, plan_decode_packed, warm_up
 from fathom.kernels.extend_attention import extend_attention
+from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, warm_up
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
@@ -25,6 +26,46 @@ Place: TypeAlias = list[slice] | torch.Tensor
 """Where KV lies in a layer's pool: ascending runs of slots, or an index where the runs are too short for slices."""
 
 SHORT_RUN = 64
+
+FEW_ROWS = 128
+"""Up to so many query rows on a KV head, reading the prefix in place beats PyTorch's flash attention."""
+
+
+@dataclass(frozen=True)
+class FewQueries:
+    """The segments of a view that have few query rows.
+
+    Attributes:
+        segments: [segments] bool, which they are.
+        rows: their rows of the packed query; None for all.
+        slots: [1, entries] int32 of their entries.
+    """
+
+    segments: np.ndarray
+    rows: torch.Tensor | None
+    slots: torch.Tensor
+    tasks: Tasks
+
+
+def _few_queries(
+    span_view: SpanView, kv_heads: int, most: int, window: int, skipped: np.ndarray | None
+) -> FewQueries:
+    """Those of at most ``most`` queries that are not skipped."""
+    key = ("few", kv_heads, most, window)
+    if key not in span_view.cache:
+        entry, query = span_view.entry, span_view.query
+        entries, queries = np.diff(entry), np.diff(query)
+        chosen = queries <= most
+        if skipped is not None:
+            chosen &= ~skipped
+        rows, slots = None, span_view.slots
+        if not chosen.all():
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, queries)))
+            slots = slots[np.repeat(chosen, entries)]
+            entry, query = (np.concatenate([[0], np.cumsum(counts[chosen])]) for counts in (entries, queries))
+        tasks = plan_packed(entry, query, kv_heads, window)
+        span_view.cache[key] = FewQueries(chosen, rows, torch.from_numpy(slots).view(1, -1), tasks)
+    return span_view.cache[key]
 
 
 def _place(slots: np.ndarray) -> Place:
@@ -78,14 +119,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
             cpu_linear.pack(model_runner.model)
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
-        key = ("decode", layer.tp_k_head_num, layer.sliding_window_size)
-        if key not in span_view.cache:
-            span_view.cache[key] = (
-                torch.from_numpy(span_view.slots).view(1, -1),
-                plan_decode_packed(span_view.entry, layer.tp_k_head_num, layer.sliding_window_size),
-            )
-        slots, work = span_view.cache[key]
-        return decode_attention(query, *self._pool(layer), slots, work, layer.scaling)[0]
+        few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
+        return paged_attention(query, self._pool(layer), few.slots, few.tasks, layer.scaling)[0]
 
     def extend(
         self,
@@ -96,15 +131,26 @@ class CpuAttentionBackend(SpanAttentionBackend):
         output: torch.Tensor,
         skipped: np.ndarray | None,
     ) -> None:
-        (keys, values), dtype = self._pool(layer), query.dtype
+        kv_heads, window = layer.tp_k_head_num, layer.sliding_window_size
+        few = _few_queries(span_view, kv_heads, FEW_ROWS * kv_heads // layer.tp_q_head_num, window, skipped)
+        pool, dtype = self._pool(layer), query.dtype
+        if few.segments.any():
+            rows = slice(None) if few.rows is None else few.rows
+            output[rows] = paged_attention(query[rows], pool, few.slots, few.tasks, layer.scaling)[0].to(
+                dtype
+            )
+        done = few.segments if skipped is None else few.segments | skipped
+        if done.all():
+            return
+        keys, values = pool
         for segment, (packed, before, own) in enumerate(_places(span_view)):
-            if skipped is None or not skipped[segment]:
+            if not done[segment]:
                 output[packed] = extend_attention(
                     query[packed],
                     _read(keys, own, dtype),
                     _read(values, own, dtype),
                     layer.scaling,
-                    layer.sliding_window_size,
+                    window,
                     (_read(keys, before, dtype), _read(values, before, dtype)),
                 )
 

@@ -1,11 +1,12 @@
-"""Where the CPU backend finds a segment's KV: what is read is what the slots name, copied only where it must be."""
+"""What the CPU backend reads for a segment, and which segments go to the kernel for few queries."""
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.runtime.sglang_host.cpu_attention import SHORT_RUN, _place, _read
+from fathom.runtime.kv.view import SpanView
+from fathom.runtime.sglang_host.cpu_attention import SHORT_RUN, _few_queries, _place, _read
 
 POOL = torch.randn(4000, 3, 2, 4)[:, 1]  # one layer's view of a pool that holds three
 
@@ -33,3 +34,27 @@ def test_only_short_runs_need_an_index():
     long, short = np.arange(100, 2100), np.arange(0, 200, 2)
     assert _place(np.concatenate([long, [3000]])) == [slice(100, 2100), slice(3000, 3001)]
     assert isinstance(_place(short), torch.Tensor)
+
+
+@given(
+    segments=st.lists(
+        st.tuples(st.integers(0, 90), st.integers(1, 40), st.booleans()), min_size=1, max_size=7
+    ),
+    most=st.integers(1, 40),
+    skips=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_segments_of_few_queries_keep_their_rows_and_entries(segments, most, skips):
+    before, queries, skipped = (np.array(column) for column in zip(*segments, strict=True))
+    entry, query = (np.concatenate([[0], np.cumsum(counts)]) for counts in (before + queries, queries))
+    slots = np.random.default_rng(0).permutation(entry[-1]).astype(np.int32)
+    view = SpanView(slots.__getitem__, entry, query, np.zeros(0, np.int64))
+    few = _few_queries(view, 2, most, -1, skipped if skips else None)
+    taken = [i for i, count in enumerate(queries) if count <= most and not (skips and skipped[i])]
+    assert np.flatnonzero(few.segments).tolist() == taken
+    rows = [row for i in taken for row in range(query[i], query[i + 1])]
+    assert (list(range(query[-1])) if few.rows is None else few.rows.tolist()) == rows
+    assert np.diff(few.tasks.queries).tolist() == queries[taken].tolist()
+    own = [slots[entry[i] : entry[i + 1]].tolist() for i in taken]
+    assert few.slots[0].tolist() == [slot for part in own for slot in part]
+    assert few.tasks.end.tolist() == np.cumsum([len(part) for part in own]).tolist()

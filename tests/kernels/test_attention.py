@@ -1,86 +1,111 @@
 """The CPU attention kernels against their plain references, and the merge of segments as a property."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.kernels.decode_attention import (
-    KEYS_PER_TASK,
-    decode_attention,
-    decode_attention_reference,
-    plan_decode,
-)
 from fathom.kernels.extend_attention import extend_attention, extend_attention_reference, merge_segments
+from fathom.kernels.paged_attention_cpu import (
+    KEYS_PER_TASK,
+    paged_attention,
+    paged_attention_reference,
+    plan_packed,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def paged_problem(lengths, heads, kv_heads, dim, dtype, value_dim=None, seed=0):
+def paged_problem(lengths, news, heads, kv_heads, dim, dtype, value_dim=None, seed=0):
     """Random pool whose slots are dealt to the requests in random order, unused slots poisoned with NaN."""
     torch.manual_seed(seed)
-    slots = sum(lengths) + 7
-    order = torch.randperm(slots, dtype=torch.int32)
-    table = torch.full((len(lengths) + 2, max(lengths)), -1, dtype=torch.int32)
-    rows = torch.randperm(len(lengths) + 2)[: len(lengths)]
-    keys = torch.full((slots, kv_heads, dim), float("nan"), dtype=dtype)
-    values = torch.full((slots, kv_heads, value_dim or dim), float("nan"), dtype=dtype)
-    begin = 0
-    for row, length in zip(rows.tolist(), lengths, strict=True):
-        own = order[begin : begin + length]
-        table[row, :length] = own
-        keys[own.long()] = torch.randn(length, kv_heads, dim).to(dtype)
-        values[own.long()] = torch.randn(length, kv_heads, value_dim or dim).to(dtype)
-        begin += length
-    query = torch.randn(len(lengths), heads, dim).to(dtype)
-    return query, keys, values, table, rows, torch.tensor(lengths)
+    slots = torch.randperm(sum(lengths) + 7, dtype=torch.int32)[: sum(lengths)]
+    pool = tuple(
+        torch.full((len(slots) + 7, kv_heads, size), float("nan"), dtype=dtype)
+        for size in (dim, value_dim or dim)
+    )
+    for part in pool:
+        part[slots.long()] = torch.randn(len(slots), *part.shape[1:]).to(dtype)
+    entry, queries = (np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, news))
+    return torch.randn(sum(news), heads, dim).to(dtype), pool, slots, entry, queries
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "dim", "window", "dtype"),
-    [
-        ([1], 4, 2, 64, -1, torch.float32),
-        ([63, 64, 65, 1], 4, 2, 64, -1, torch.float32),
-        ([KEYS_PER_TASK, KEYS_PER_TASK + 1, 3 * KEYS_PER_TASK - 5], 8, 4, 64, -1, torch.bfloat16),
-        ([700, 5, 2000], 4, 2, 64, 128, torch.bfloat16),
-        ([700, 5], 4, 2, 64, 0, torch.float32),
-        ([700, 5], 3, 1, 80, -1, torch.float16),
-    ],
-)
-def test_decode_attention_equals_reference(lengths, heads, kv_heads, dim, window, dtype):
-    query, keys, values, table, rows, lens = paged_problem(lengths, heads, kv_heads, dim, dtype)
-    plan = plan_decode(rows, lens, kv_heads, window)
-    output, lse = decode_attention(query, keys, values, table, plan, dim**-0.5)
-    want, want_lse = decode_attention_reference(query, keys, values, table, rows, lens, dim**-0.5, window)
+def check_paged(problem, kv_heads, window, scale):
+    query, pool, slots, entry, queries = problem
+    tasks = plan_packed(entry, queries, kv_heads, window)
+    output, lse = paged_attention(query, pool, slots.view(1, -1), tasks, scale)
+    want, want_lse = paged_attention_reference(
+        query, pool, slots, entry.tolist(), queries.tolist(), scale, window
+    )
     # Both read the same rounded keys and accumulate in float32.
     torch.testing.assert_close(output, want, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(lse, want_lse, atol=2e-5, rtol=1e-4)
+    return output
 
 
-def test_decode_attention_with_other_value_dim():
-    query, keys, values, table, rows, lens = paged_problem([90, 1100], 4, 2, 64, torch.float32, value_dim=32)
-    output, _ = decode_attention(query, keys, values, table, plan_decode(rows, lens, 2), 0.125)
-    want, _ = decode_attention_reference(query, keys, values, table, rows, lens, 0.125)
-    torch.testing.assert_close(output, want, atol=2e-5, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("lengths", "news", "heads", "kv_heads", "dim", "window", "dtype"),
+    [
+        ([1], [1], 4, 2, 64, -1, torch.float32),
+        ([63, 64, 65, 1], [1, 1, 1, 1], 4, 2, 64, -1, torch.float32),
+        (
+            [KEYS_PER_TASK, KEYS_PER_TASK + 1, 3 * KEYS_PER_TASK - 5],
+            [1, 1, 1],
+            8,
+            4,
+            64,
+            -1,
+            torch.bfloat16,
+        ),
+        ([700, 5, 2000], [1, 1, 1], 4, 2, 64, 128, torch.bfloat16),
+        ([700, 5], [1, 1], 4, 2, 64, 0, torch.float32),
+        ([700, 5], [1, 1], 3, 1, 80, -1, torch.float16),
+        ([7], [7], 4, 4, 32, -1, torch.float32),
+        ([KEYS_PER_TASK + 3, 70, 9, 2000], [5, 1, 9, 16], 4, 2, 64, -1, torch.float32),
+        ([KEYS_PER_TASK + 3, 70, 9, 2000], [5, 1, 9, 16], 3, 1, 80, -1, torch.bfloat16),
+        ([700, 5, 2000, 130], [3, 5, 16, 1], 4, 2, 64, 128, torch.bfloat16),
+        ([700, 90], [70, 90], 2, 2, 32, 6, torch.float32),
+        ([700, 5], [4, 5], 4, 2, 64, 0, torch.float32),
+    ],
+)
+def test_paged_attention_equals_reference(lengths, news, heads, kv_heads, dim, window, dtype):
+    check_paged(paged_problem(lengths, news, heads, kv_heads, dim, dtype), kv_heads, window, dim**-0.5)
+
+
+def test_paged_attention_with_other_value_dim():
+    check_paged(paged_problem([90, 1100], [1, 6], 4, 2, 64, torch.float32, value_dim=32), 2, -1, 0.125)
+
+
+def test_a_query_is_answered_alike_alone_and_among_others():
+    """What drafted tokens are judged by is what decoding them one at a time would have given, to the bit."""
+    query, pool, slots, entry, queries = paged_problem([3000], [6], 4, 2, 64, torch.bfloat16)
+    together = check_paged((query, pool, slots, entry, queries), 2, -1, 0.125)
+    for j in range(6):
+        tasks = plan_packed(np.array([0, 3000 - 6 + j + 1]), np.array([0, 1]), 2)
+        alone, _ = paged_attention(query[j : j + 1], pool, slots.view(1, -1), tasks, 0.125)
+        assert torch.equal(alone[0], together[j])
 
 
 @given(
-    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
+    requests=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 40)), min_size=1, max_size=6),
     kv_heads=st.integers(1, 4),
     window=st.one_of(st.just(-1), st.integers(0, 3000)),
 )
 @settings(max_examples=60, deadline=None)
-def test_decode_plan_covers_each_visible_key_once(lengths, kv_heads, window):
-    plan = plan_decode(torch.arange(len(lengths)), torch.tensor(lengths), kv_heads, window)
+def test_tasks_cover_each_visible_key_once(requests, kv_heads, window):
+    lengths, news = zip(*[(max(length, new), new) for length, new in requests], strict=True)
+    entry, queries = (np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, news))
+    tasks = plan_packed(entry, queries, kv_heads, window)
     seen = {}
-    for request, head, start, stop in zip(plan.request, plan.head, plan.start, plan.stop, strict=True):
+    for request, head, start, stop in zip(tasks.request, tasks.head, tasks.start, tasks.stop, strict=True):
         assert 0 < stop - start <= KEYS_PER_TASK
         seen.setdefault((request, head), []).extend(range(start, stop))
-    for request, length in enumerate(lengths):
-        first = max(0, length - window - 1) if window >= 0 else 0
+    for request, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        first = max(0, length - new - window) if window >= 0 else 0
         for head in range(kv_heads):
-            assert seen[request, head] == list(range(first, length))
-    assert list(plan.first[1:] - plan.first[:-1]) == [
+            assert seen[request, head] == list(range(entry[request] + first, entry[request + 1]))
+    assert list(np.diff(tasks.first)) == [
         -(-len(seen[r, h]) // KEYS_PER_TASK) for r in range(len(lengths)) for h in range(kv_heads)
     ]
 

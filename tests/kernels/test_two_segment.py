@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.kernels.decode_attention import KEYS_PER_TASK
 from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.pack_segment import pack_segment
+from fathom.kernels.paged_attention_cpu import KEYS_PER_TASK
 from fathom.kernels.two_segment_attention import (
     Evidence,
     plan_segments,

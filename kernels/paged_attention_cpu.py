@@ -1,4 +1,10 @@
-"""The CPU kernel of two-segment decode attention; contract and reference are in ``two_segment_attention.py``."""
+"""Attention of a few queries per request over paged KV, on the CPU: keys and values are read in place.
+
+One kernel for decode steps (one query), for drafted tokens that are verified and few new tokens over a long prefix
+(several), and for fast steps of slow-fast decoding, whose requests also read a run of a compact buffer.
+``paged_attention_reference`` is the plain reference; that of the compact buffer and of the evidence is in
+``two_segment_attention.py``.
+"""
 
 import functools
 import math
@@ -8,7 +14,6 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.decode_attention import KEYS_AHEAD, KEYS_PER_BLOCK, KEYS_PER_TASK
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
@@ -22,13 +27,20 @@ from fathom.kernels.numba_cpu import (
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
+KEYS_PER_TASK = 1024
+KEYS_PER_BLOCK = 64
+KEYS_AHEAD = 8
+"""How far ahead keys and values are asked for: a head's lie too far apart for the processor to guess."""
+
+EVERYTHING = 1 << 40
+"""A reach that no table has."""
 
 
 class Tasks(NamedTuple):
-    """Work list of one step: each task is one KV head of one request over one run of keys.
+    """Work list of one step, read by every layer: each task is one KV head of one request over one run of keys.
 
-    The tasks of a (request, KV head) pair are consecutive, segment 1 first; ``first`` holds where they begin.
+    The tasks of a (request, KV head) pair are consecutive, those of the compact buffer first; ``first`` holds where
+    they begin. Query j of n of a request sees the table entries before ``end - n + j + 1``, its own the last.
     """
 
     row: np.ndarray  # [tasks] int64, page-table row, or -1 for a run of the compact buffer
@@ -39,15 +51,51 @@ class Tasks(NamedTuple):
     first: np.ndarray  # [batch * kv_heads + 1] int64
     end: np.ndarray  # [batch] int64, end of the table range
     evidence: np.ndarray  # [batch] int64, row of the evidence or -1
+    queries: np.ndarray  # [batch + 1] int64, where each request's queries begin among the packed ones
+    reach: int = EVERYTHING  # how many earlier table entries a query sees besides its own
+
+    @property
+    def most_queries(self) -> int:
+        """Queries of the request that has most."""
+        return int(np.diff(self.queries).max(initial=0))
+
+
+def plan_packed(entry: np.ndarray, queries: np.ndarray, kv_heads: int, window: int = -1) -> Tasks:
+    """Split a step over page tables that lie one after the other in a table of a single row.
+
+    Args:
+        entry: [batch + 1] int64, where each request's slots begin in that row; the last ones are of its queries.
+        queries: [batch + 1] int64, as in :class:`Tasks`; each request has at least one.
+        window: how many earlier tokens a query sees besides itself; -1 for all.
+    """
+    begin, end = entry[:-1], entry[1:]
+    if window >= 0:
+        begin = np.maximum(begin, end - np.diff(queries) - window)
+    none = np.zeros_like(begin)
+    return _split(none, begin, end, none, none, kv_heads)._replace(
+        queries=np.asarray(queries, np.int64), reach=EVERYTHING if window < 0 else window
+    )
 
 
 def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
-    """Split one step into tasks of at most ``KEYS_PER_TASK`` keys.
+    """Split a step of one query per request.
 
     Args:
         packed: [batch, 6] int32, the columns of ``two_segment_attention.FIELDS``.
     """
     row, begin, end, compact_start, compact_length, evidence = packed.astype(np.int64).T
+    return _split(row, begin, end, compact_start, compact_length, kv_heads)._replace(evidence=evidence.copy())
+
+
+def _split(
+    row: np.ndarray,
+    begin: np.ndarray,
+    end: np.ndarray,
+    compact_start: np.ndarray,
+    compact_length: np.ndarray,
+    kv_heads: int,
+) -> Tasks:
+    """Tasks of at most ``KEYS_PER_TASK`` keys, at least one for each pair. All arguments [batch] int64."""
     compact_splits = -(-compact_length // KEYS_PER_TASK)
     splits = np.maximum(compact_splits - (-(end - begin) // KEYS_PER_TASK), 1)
     pair_splits = np.repeat(splits, kv_heads)
@@ -61,45 +109,90 @@ def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
     limit = np.where(compact, base + compact_length[request], end[request])
     start = base + part * KEYS_PER_TASK
     stop = np.minimum(start + KEYS_PER_TASK, limit)
-    return Tasks(
-        np.where(compact, -1, row[request]), request, head, start, stop, first, end.copy(), evidence.copy()
-    )
+    kept, queries = np.full(len(row), -1), np.arange(len(row) + 1)
+    row = np.where(compact, -1, row[request])
+    return Tasks(row, request, head, start, stop, first, end.copy(), kept, queries)
 
 
-def two_segment_attention_cpu(
+def paged_attention_reference(
     query: torch.Tensor,
     pool: tuple[torch.Tensor, torch.Tensor],
-    compact: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    entry: list[int],
+    queries: list[int],
+    scale: float,
+    window: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference for :func:`paged_attention` in float32, with explicit masks.
+
+    Args:
+        slots: [entries] of all requests; entry, queries, window: as in :func:`plan_packed`.
+    """
+    group = query.shape[1] // pool[0].shape[1]
+    outputs, lses = [], []
+    for request in range(len(entry) - 1):
+        own = slots[entry[request] : entry[request + 1]].long()
+        q = query[queries[request] : queries[request + 1]].float()
+        k, v = (part[own].float().repeat_interleave(group, 1) for part in pool)
+        position = torch.arange(len(own) - len(q), len(own)).unsqueeze(1)
+        seen = torch.arange(len(own)) <= position
+        if window >= 0:
+            seen &= torch.arange(len(own)) >= position - window
+        scores = (torch.einsum("whd,nhd->hwn", q, k) * scale).masked_fill(~seen, float("-inf"))
+        lses.append(scores.logsumexp(-1).T)
+        outputs.append(torch.einsum("hwn,nhd->whd", scores.softmax(-1), v))
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: tuple[torch.Tensor, torch.Tensor],
     page_table: torch.Tensor,
     tasks: Tasks,
     scale: float,
+    compact: tuple[torch.Tensor, torch.Tensor] | None = None,
     evidence: "Evidence | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``two_segment_attention`` on the CPU; same shapes.
+    """Attention of each request's last tokens over the tokens before them and causally over themselves.
+
+    Args:
+        query: [queries, heads, head_dim], float32, bfloat16 or float16; packed, request after request.
+        pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of one layer, float32,
+            bfloat16 or float16, last dimension contiguous; those of the queries' own tokens are in it.
+        page_table: [rows, max_length] int32, slot of each token.
+        scale: factor on the dot products.
+        compact: the layer's compact buffers; shapes and dtype as the pool's.
+        evidence: written in place for the requests that have a row of it.
+
+    Returns:
+        output [queries, heads, value_dim] float32, zero for a query that sees nothing, and log-sum-exp
+        [queries, heads] float32.
 
     Raises:
         TypeError: for a KV dtype other than float32, bfloat16 and float16.
     """
-    batch, window, heads, head_dim = query.shape
+    count, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
-    rows = heads // kv_heads * window
-    output = torch.empty(batch, window, heads, value_dim)
-    lse = torch.empty(batch, window, heads)
+    group = heads // kv_heads
+    most = group * tasks.most_queries
+    kernel = _compiled(group, head_dim, value_dim, pool[0].dtype)
+    output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
     partials = (
-        np.empty((len(tasks.row), rows, value_dim), np.float32),
-        np.empty((len(tasks.row), rows), np.float32),
-        np.empty((len(tasks.row), rows), np.float32),
+        np.empty((len(tasks.row), most, value_dim), np.float32),
+        np.empty((len(tasks.row), most), np.float32),
+        np.empty((len(tasks.row), most), np.float32),
     )
     if evidence is None:
-        tasks = tasks._replace(evidence=np.full(batch, -1))
-        kept = (np.empty((1, kv_heads, rows, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
+        tasks = tasks._replace(evidence=np.full(len(tasks.evidence), -1))
+        kept = (np.empty((1, kv_heads, most, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
     else:
-        logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
+        logits = evidence.logits.view(len(evidence.logits), kv_heads, most, -1)
         kept = (logits.numpy(), evidence.key_norms.numpy())
-    _compiled(rows, head_dim, value_dim, pool[0].dtype)(
+    pool_lines = *as_lines(pool[0]), *as_lines(pool[1])
+    kernel(
         query.float().numpy(),
-        (*as_lines(pool[0]), *as_lines(pool[1])),
-        (*as_lines(compact[0]), *as_lines(compact[1])),
+        pool_lines,
+        pool_lines if compact is None else (*as_lines(compact[0]), *as_lines(compact[1])),
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -110,12 +203,17 @@ def two_segment_attention_cpu(
     return output, lse
 
 
-@functools.cache
-def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
-    """The kernel with its loop bounds fixed, which lets LLVM unroll and vectorise them.
+def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Compile the kernel for these shapes now, so that no request waits for it (a few seconds, cached on disk)."""
+    query = torch.zeros(1, heads, head_dim, dtype=dtype)
+    pool = tuple(torch.zeros(1, kv_heads, dim, dtype=dtype) for dim in (head_dim, value_dim))
+    one = np.arange(2)
+    paged_attention(query, pool, torch.zeros(1, 1, dtype=torch.int32), plan_packed(one, one, kv_heads), 1.0)
 
-    ``rows`` query rows share a KV head: its query heads times the window.
-    """
+
+@functools.cache
+def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
+    """The kernel with the bounds of its inner loops fixed, which lets LLVM unroll and vectorise them."""
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
@@ -123,21 +221,24 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     cache_line = LINE_BYTES // dtype.itemsize
 
     # One function: a closure over another compiled function would never be found in the cache on disk.
-    @njit(parallel=True, fastmath=FASTMATH, cache=True)
+    @njit(
+        parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
+    )
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, start, stop, first, end, evidence_row = tasks
+        row, request, head, start, stop, first, end, evidence_row, queries, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
-        window = query.shape[1]
-        group = rows // window
         for i in prange(len(row)):
             b, h = request[i], head[i]
+            at, window = queries[b], queries[b + 1] - queries[b]
+            rows = group * window
             q = np.empty((rows, head_dim), np.float32)
             visible = np.empty(rows, np.int64)
             for r in range(rows):
                 visible[r] = end[b] - window + r % window + 1
+                given = query[at + r % window, h * group + r // window]
                 for d in range(head_dim):
-                    q[r, d] = query[b, r % window, head[i] * group + r // window, d] * scale
+                    q[r, d] = given[d] * scale
             scores = np.empty((rows, block), np.float32)
             acc = np.zeros((rows, value_dim), np.float32)
             top = np.full(rows, -np.inf, np.float32)
@@ -186,6 +287,8 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     if paged:
                         for t in range(max(visible[r] - begin, 0), n):
                             scores[r, t] = -np.inf
+                        for t in range(min(visible[r] - 1 - reach - begin, n)):
+                            scores[r, t] = -np.inf
                     if keep:
                         for t in range(n):
                             logits[kept, h, r, begin + t] = scores[r, t]
@@ -229,14 +332,18 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                                 + w2 * to_float32(v2[d])
                                 + w3 * to_float32(v3[d])
                             )
-            partial[i], partial_max[i], partial_sum[i] = acc, top, total
+            for r in range(rows):
+                partial[i, r] = acc[r]
+                partial_max[i, r] = top[r]
+                partial_sum[i, r] = total[r]
 
         output, lse = results
         for pair in prange(len(first) - 1):
             begin, stop_at = first[pair], first[pair + 1]
             b, h = request[begin], head[begin]
-            for r in range(rows):
-                w, at = r % window, h * group + r // window
+            window = queries[b + 1] - queries[b]
+            for r in range(group * window):
+                at, of = queries[b] + r % window, h * group + r // window
                 top_all = np.float32(-np.inf)
                 for i in range(begin, stop_at):
                     top_all = max(top_all, partial_max[i, r])
@@ -248,8 +355,8 @@ def _compiled(rows: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                         total_all += weight * partial_sum[i, r]
                         for d in range(value_dim):
                             mixed[d] += weight * partial[i, r, d]
-                lse[b, w, at] = top_all + math.log(total_all)
+                lse[at, of] = top_all + math.log(total_all)
                 for d in range(value_dim):
-                    output[b, w, at, d] = mixed[d] / total_all if total_all > 0 else np.float32(0)
+                    output[at, of, d] = mixed[d] / total_all if total_all > 0 else np.float32(0)
 
     return kernel
