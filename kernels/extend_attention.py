@@ -26,9 +26,9 @@ def merge_segments(
 
 def extend_attention_reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int = -1
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`extend_attention` with an explicit mask, in float32; keys and values of the prefix come
-    before the new ones'.
+    before the new ones'. Besides the output the log-sum-exp of the scores, [new, heads].
     """
     new, total = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
@@ -40,8 +40,8 @@ def extend_attention_reference(
     if window >= 0:
         visible &= key_position >= position - window
     scores = torch.einsum("thd,nhd->htn", query.float(), k) * scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("htn,nhd->thd", weights, v)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.einsum("htn,nhd->thd", scores.softmax(-1), v), scores.logsumexp(-1).T
 
 
 def extend_attention(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from fathom.kernels.extend_attention import extend_attention_reference
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
@@ -52,12 +53,8 @@ class Tasks(NamedTuple):
     end: np.ndarray  # [batch] int64, end of the table range
     evidence: np.ndarray  # [batch] int64, row of the evidence or -1
     queries: np.ndarray  # [batch + 1] int64, where each request's queries begin among the packed ones
+    most: int = 1  # queries of the request that has most
     reach: int = EVERYTHING  # how many earlier table entries a query sees besides its own
-
-    @property
-    def most_queries(self) -> int:
-        """Queries of the request that has most."""
-        return int(np.diff(self.queries).max(initial=0))
 
 
 def plan_packed(entry: np.ndarray, queries: np.ndarray, kv_heads: int, window: int = -1) -> Tasks:
@@ -68,12 +65,12 @@ def plan_packed(entry: np.ndarray, queries: np.ndarray, kv_heads: int, window: i
         queries: [batch + 1] int64, as in :class:`Tasks`; each request has at least one.
         window: how many earlier tokens a query sees besides itself; -1 for all.
     """
-    begin, end = entry[:-1], entry[1:]
+    begin, end, counts = entry[:-1], entry[1:], np.diff(queries)
     if window >= 0:
-        begin = np.maximum(begin, end - np.diff(queries) - window)
+        begin = np.maximum(begin, end - counts - window)
     none = np.zeros_like(begin)
     return _split(none, begin, end, none, none, kv_heads)._replace(
-        queries=np.asarray(queries, np.int64), reach=EVERYTHING if window < 0 else window
+        queries=queries, most=int(counts.max(initial=0)), reach=EVERYTHING if window < 0 else window
     )
 
 
@@ -123,24 +120,17 @@ def paged_attention_reference(
     scale: float,
     window: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference for :func:`paged_attention` in float32, with explicit masks.
+    """Reference for :func:`paged_attention` in float32: that of extend attention, request by request.
 
     Args:
         slots: [entries] of all requests; entry, queries, window: as in :func:`plan_packed`.
     """
-    group = query.shape[1] // pool[0].shape[1]
-    outputs, lses = [], []
+    parts = []
     for request in range(len(entry) - 1):
         own = slots[entry[request] : entry[request + 1]].long()
-        q = query[queries[request] : queries[request + 1]].float()
-        k, v = (part[own].float().repeat_interleave(group, 1) for part in pool)
-        position = torch.arange(len(own) - len(q), len(own)).unsqueeze(1)
-        seen = torch.arange(len(own)) <= position
-        if window >= 0:
-            seen &= torch.arange(len(own)) >= position - window
-        scores = (torch.einsum("whd,nhd->hwn", q, k) * scale).masked_fill(~seen, float("-inf"))
-        lses.append(scores.logsumexp(-1).T)
-        outputs.append(torch.einsum("hwn,nhd->whd", scores.softmax(-1), v))
+        q = query[queries[request] : queries[request + 1]]
+        parts.append(extend_attention_reference(q, pool[0][own], pool[1][own], scale, window))
+    outputs, lses = zip(*parts, strict=True)
     return torch.cat(outputs), torch.cat(lses)
 
 
@@ -174,7 +164,7 @@ def paged_attention(
     count, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group = heads // kv_heads
-    most = group * tasks.most_queries
+    most = group * tasks.most
     kernel = _compiled(group, head_dim, value_dim, pool[0].dtype)
     output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
     partials = (
@@ -211,13 +201,31 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
     paged_attention(query, pool, torch.zeros(1, 1, dtype=torch.int32), plan_packed(one, one, kv_heads), 1.0)
 
 
+@njit(error_model="numpy", cache=True)
+def _four_lines(array, width, cache_line, slots, paged, entry, last, slot, first):
+    """Lines of four entries in a row, the last one's for those behind it. Later ones are asked for."""
+    for far in range(entry + KEYS_AHEAD, entry + KEYS_AHEAD + 4):
+        e = min(far, last)
+        for d in range(0, width, cache_line):
+            prefetch(array, (slots[e] if paged else e) * slot + first, d)
+    e1, e2, e3 = min(entry + 1, last), min(entry + 2, last), min(entry + 3, last)
+    if paged:
+        return (
+            slots[entry] * slot + first,
+            slots[e1] * slot + first,
+            slots[e2] * slot + first,
+            slots[e3] * slot + first,
+        )
+    return entry * slot + first, e1 * slot + first, e2 * slot + first, e3 * slot + first
+
+
 @functools.cache
 def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
     """The kernel with the bounds of its inner loops fixed, which lets LLVM unroll and vectorise them."""
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
-    block, ahead = KEYS_PER_BLOCK, KEYS_AHEAD
+    block = KEYS_PER_BLOCK
     cache_line = LINE_BYTES // dtype.itemsize
 
     # One function: a closure over another compiled function would never be found in the cache on disk.
@@ -225,7 +233,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
         parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
     )
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, start, stop, first, end, evidence_row, queries, reach = tasks
+        row, request, head, start, stop, first, end, evidence_row, queries, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
         for i in prange(len(row)):
@@ -252,16 +260,10 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                 n = min(block, stop[i] - begin)
                 # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                 for t in range(0, n, 4):
-                    e0, e1 = begin + t, min(begin + t + 1, last)
-                    e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
-                    for far in range(e0 + ahead, e0 + ahead + 4):
-                        e = min(far, last)
-                        for d in range(0, head_dim, cache_line):
-                            prefetch(keys, (slots[e] if paged else e) * key_slot + key_line, d)
-                    k0 = keys[(slots[e0] if paged else e0) * key_slot + key_line]
-                    k1 = keys[(slots[e1] if paged else e1) * key_slot + key_line]
-                    k2 = keys[(slots[e2] if paged else e2) * key_slot + key_line]
-                    k3 = keys[(slots[e3] if paged else e3) * key_slot + key_line]
+                    l0, l1, l2, l3 = _four_lines(
+                        keys, head_dim, cache_line, slots, paged, begin + t, last, key_slot, key_line
+                    )
+                    k0, k1, k2, k3 = keys[l0], keys[l1], keys[l2], keys[l3]
                     for r in range(rows):
                         q_row, score = q[r], scores[r]
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
@@ -312,16 +314,10 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
                     total[r] += block_total
                     scores[r, n : n + -n % 4] = 0
                 for t in range(0, n, 4):
-                    e0, e1 = begin + t, min(begin + t + 1, last)
-                    e2, e3 = min(begin + t + 2, last), min(begin + t + 3, last)
-                    for far in range(e0 + ahead, e0 + ahead + 4):
-                        e = min(far, last)
-                        for d in range(0, value_dim, cache_line):
-                            prefetch(values, (slots[e] if paged else e) * value_slot + value_line, d)
-                    v0 = values[(slots[e0] if paged else e0) * value_slot + value_line]
-                    v1 = values[(slots[e1] if paged else e1) * value_slot + value_line]
-                    v2 = values[(slots[e2] if paged else e2) * value_slot + value_line]
-                    v3 = values[(slots[e3] if paged else e3) * value_slot + value_line]
+                    l0, l1, l2, l3 = _four_lines(
+                        values, value_dim, cache_line, slots, paged, begin + t, last, value_slot, value_line
+                    )
+                    v0, v1, v2, v3 = values[l0], values[l1], values[l2], values[l3]
                     for r in range(rows):
                         sums, score = acc[r], scores[r]
                         w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]

@@ -128,7 +128,8 @@ def two_segment_attention(
         return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
     from fathom.kernels.paged_attention_cpu import paged_attention
 
-    tasks = plan.tasks._replace(queries=np.arange(len(query) + 1) * query.shape[1])
+    window = query.shape[1]
+    tasks = plan.tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
     output, lse = paged_attention(query.flatten(0, 1), pool, page_table, tasks, scale, compact, evidence)
     return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
 
