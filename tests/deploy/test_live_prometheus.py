@@ -221,7 +221,7 @@ def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tm
         "model": model,
         "tokenizer": tiny_model,
         "dataset-name": "random-ids",
-        "random-input-len": 1500,
+        "random-input-len": 3000,
         "random-output-len": OUTPUT_TOKENS,
         "random-range-ratio": 0.5,
         "num-prompts": REQUESTS,
