@@ -15,41 +15,58 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.extend_attention import extend_attention_reference
+from fathom.kernels.four_lines_cpu import (
+    LANES,
+    add_four,
+    dot_four,
+    has_bfloat16_products,
+    places_of_sums,
+    square_four,
+)
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
+    as_array,
     as_lines,
     exp_float32,
+    from_float32,
     match_torch_threads,
     prefetch,
-    to_float32,
 )
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
 
-KEYS_PER_TASK = 1024
+KEYS_PER_TASK = 512
+COMPACT_PER_TASK = 1024
 KEYS_PER_BLOCK = 64
-KEYS_AHEAD = 8
-"""How far ahead keys and values are asked for: a head's lie too far apart for the processor to guess."""
+KEYS_AHEAD = 32
+"""How far ahead keys and values are asked for: the processor does not guess which four come next."""
+
+HEADS_PER_TASK = 8
+"""KV heads whose keys a task reads together at most, in the order of memory, where each request has one query."""
+
+TASKS_PER_THREAD = 4
 
 EVERYTHING = 1 << 40
 """A reach that no table has."""
 
 
 class Tasks(NamedTuple):
-    """Work list of one step, read by every layer: each task is one KV head of one request over one run of keys.
+    """Work list of one step, read by every layer: each task is some KV heads of one request over one run of keys.
 
-    The tasks of a (request, KV head) pair are consecutive, those of the compact buffer first; ``first`` holds where
-    they begin. Query j of n of a request sees the table entries before ``end - n + j + 1``, its own the last.
+    The tasks of a request are consecutive; ``first`` holds where they begin. Those of the compact buffer come
+    first, each of one KV head, whose entries lie together there. Query j of n of a request sees the table entries
+    before ``end - n + j + 1``, its own the last.
     """
 
     row: np.ndarray  # [tasks] int64, page-table row, or -1 for a run of the compact buffer
     request: np.ndarray  # [tasks] int64, index into the batch
-    head: np.ndarray  # [tasks] int64, KV head
+    head: np.ndarray  # [tasks] int64, first KV head
+    heads: np.ndarray  # [tasks] int64, KV heads
     start: np.ndarray  # [tasks] int64, table entry or place in the compact buffer
     stop: np.ndarray  # [tasks] int64
-    first: np.ndarray  # [batch * kv_heads + 1] int64
+    first: np.ndarray  # [batch + 1] int64
     end: np.ndarray  # [batch] int64, end of the table range
     evidence: np.ndarray  # [batch] int64, row of the evidence or -1
     queries: np.ndarray  # [batch + 1] int64, where each request's queries begin among the packed ones
@@ -68,9 +85,9 @@ def plan_packed(entry: np.ndarray, queries: np.ndarray, kv_heads: int, window: i
     begin, end, counts = entry[:-1], entry[1:], np.diff(queries)
     if window >= 0:
         begin = np.maximum(begin, end - counts - window)
-    none = np.zeros_like(begin)
-    return _split(none, begin, end, none, none, kv_heads)._replace(
-        queries=queries, most=int(counts.max(initial=0)), reach=EVERYTHING if window < 0 else window
+    none, most = np.zeros_like(begin), int(counts.max(initial=0))
+    return _split(none, begin, end, none, none, kv_heads, most)._replace(
+        queries=queries, most=most, reach=EVERYTHING if window < 0 else window
     )
 
 
@@ -81,7 +98,8 @@ def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
         packed: [batch, 6] int32, the columns of ``two_segment_attention.FIELDS``.
     """
     row, begin, end, compact_start, compact_length, evidence = packed.astype(np.int64).T
-    return _split(row, begin, end, compact_start, compact_length, kv_heads)._replace(evidence=evidence.copy())
+    tasks = _split(row, begin, end, compact_start, compact_length, kv_heads, 1)
+    return tasks._replace(evidence=evidence.copy())
 
 
 def _split(
@@ -91,24 +109,42 @@ def _split(
     compact_start: np.ndarray,
     compact_length: np.ndarray,
     kv_heads: int,
+    most: int,
 ) -> Tasks:
-    """Tasks of at most ``KEYS_PER_TASK`` keys, at least one for each pair. All arguments [batch] int64."""
-    compact_splits = -(-compact_length // KEYS_PER_TASK)
-    splits = np.maximum(compact_splits - (-(end - begin) // KEYS_PER_TASK), 1)
-    pair_splits = np.repeat(splits, kv_heads)
-    first = np.concatenate([[0], np.cumsum(pair_splits)]).astype(np.int64)
-    pair = np.repeat(np.arange(len(pair_splits)), pair_splits)
-    request, head = pair // kv_heads, pair % kv_heads
-    part = np.arange(len(pair)) - first[pair]
-    compact = part < compact_splits[request]
-    part = np.where(compact, part, part - compact_splits[request])
+    """Tasks of bounded runs, at least one for each request. All arguments but the last two are [batch] int64.
+
+    Heads are read together or apart, but runs are always cut alike: an answer does not depend on what else there
+    is in the batch.
+    """
+    compact_runs = -(-compact_length // COMPACT_PER_TASK)
+    runs = -(-(end - begin) // KEYS_PER_TASK)
+    runs = np.where(compact_runs + runs == 0, 1, runs)
+    wanted = TASKS_PER_THREAD * torch.get_num_threads()
+    together = 1
+    if most == 1:
+        most_heads = min(HEADS_PER_TASK, int(runs.sum()) * kv_heads // wanted)
+        together = max(n for n in range(1, max(most_heads, 1) + 1) if kv_heads % n == 0)
+    parts = kv_heads // together
+    own = compact_runs * kv_heads + runs * parts
+    first = np.concatenate([[0], np.cumsum(own)]).astype(np.int64)
+    request = np.repeat(np.arange(len(own)), own)
+    place = np.arange(len(request)) - first[request]
+    compact = place < (compact_runs * kv_heads)[request]
+    place -= np.where(compact, 0, (compact_runs * kv_heads)[request])
+    # Of the page table, runs in the order of memory; of the compact buffer, head by head.
+    of_head = np.maximum(np.where(compact, compact_runs[request], 1), 1)
+    head, run = np.where(
+        compact, (place // of_head, place % of_head), (place % parts * together, place // parts)
+    )
+    size = np.where(compact, COMPACT_PER_TASK, KEYS_PER_TASK)
     base = np.where(compact, compact_start[request], begin[request])
     limit = np.where(compact, base + compact_length[request], end[request])
-    start = base + part * KEYS_PER_TASK
-    stop = np.minimum(start + KEYS_PER_TASK, limit)
+    start = base + run * size
+    stop = np.minimum(start + size, limit)
     kept, queries = np.full(len(row), -1), np.arange(len(row) + 1)
     row = np.where(compact, -1, row[request])
-    return Tasks(row, request, head, start, stop, first, end.copy(), kept, queries)
+    heads = np.where(compact, 1, together)
+    return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries)
 
 
 def paged_attention_reference(
@@ -164,9 +200,11 @@ def paged_attention(
     count, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group = heads // kv_heads
-    most = group * tasks.most
-    kernel = _compiled(group, head_dim, value_dim, pool[0].dtype)
+    rows = group * tasks.most
+    products = takes_products(query.dtype, pool)
+    kernel = _compiled(group, head_dim, value_dim, pool[0].dtype, products)
     output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
+    most = rows * int(tasks.heads.max(initial=1))
     partials = (
         np.empty((len(tasks.row), most, value_dim), np.float32),
         np.empty((len(tasks.row), most), np.float32),
@@ -174,13 +212,13 @@ def paged_attention(
     )
     if evidence is None:
         tasks = tasks._replace(evidence=np.full(len(tasks.evidence), -1))
-        kept = (np.empty((1, kv_heads, most, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
+        kept = (np.empty((1, kv_heads, rows, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
     else:
-        logits = evidence.logits.view(len(evidence.logits), kv_heads, most, -1)
+        logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
         kept = (logits.numpy(), evidence.key_norms.numpy())
     pool_lines = *as_lines(pool[0]), *as_lines(pool[1])
     kernel(
-        query.float().numpy(),
+        as_array(query.contiguous()) if products else query.float().numpy(),
         pool_lines,
         pool_lines if compact is None else (*as_lines(compact[0]), *as_lines(compact[1])),
         page_table.numpy(),
@@ -193,6 +231,15 @@ def paged_attention(
     return output, lse
 
 
+def takes_products(query: torch.dtype, pool: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether the inner loops are bfloat16 products; see ``four_lines_cpu.py``."""
+    return (
+        query == pool[0].dtype == torch.bfloat16
+        and all(part.shape[-1] % LANES == 0 for part in pool)
+        and has_bfloat16_products()
+    )
+
+
 def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     """Compile the kernel for these shapes now, so that no request waits for it (a few seconds, cached on disk)."""
     query = torch.zeros(1, heads, head_dim, dtype=dtype)
@@ -202,157 +249,152 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
 
 
 @njit(error_model="numpy", cache=True)
-def _four_lines(array, width, cache_line, slots, paged, entry, last, slot, first):
-    """Lines of four entries in a row, the last one's for those behind it. Later ones are asked for."""
-    for far in range(entry + KEYS_AHEAD, entry + KEYS_AHEAD + 4):
-        e = min(far, last)
-        for d in range(0, width, cache_line):
-            prefetch(array, (slots[e] if paged else e) * slot + first, d)
-    e1, e2, e3 = min(entry + 1, last), min(entry + 2, last), min(entry + 3, last)
+def _four_lines(slots, paged, entry, last, slot, line):
+    """Lines of four entries in a row, the last one's for those behind it."""
+    e0, e1, e2, e3 = min(entry, last), min(entry + 1, last), min(entry + 2, last), min(entry + 3, last)
     if paged:
-        return (
-            slots[entry] * slot + first,
-            slots[e1] * slot + first,
-            slots[e2] * slot + first,
-            slots[e3] * slot + first,
-        )
-    return entry * slot + first, e1 * slot + first, e2 * slot + first, e3 * slot + first
+        e0, e1, e2, e3 = slots[e0], slots[e1], slots[e2], slots[e3]
+    return e0 * slot + line, e1 * slot + line, e2 * slot + line, e3 * slot + line
+
+
+@njit(error_model="numpy", cache=True)
+def _ask_for(array, lines, step, width, cache_line):
+    """Prefetch a part of four lines, and where the next head's begin."""
+    for line in lines:
+        for d in range(0, width, cache_line):
+            prefetch(array, line, d)
+    return _next_head(lines, step)
+
+
+@njit(error_model="numpy", cache=True)
+def _next_head(lines, step):
+    return lines[0] + step, lines[1] + step, lines[2] + step, lines[3] + step
 
 
 @functools.cache
-def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype):
+def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, products: bool):
     """The kernel with the bounds of its inner loops fixed, which lets LLVM unroll and vectorise them."""
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
     block = KEYS_PER_BLOCK
     cache_line = LINE_BYTES // dtype.itemsize
+    operand = np.uint16 if products else np.float32
+    places = places_of_sums(value_dim, products)
 
     # One function: a closure over another compiled function would never be found in the cache on disk.
     @njit(
         parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
     )
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, start, stop, first, end, evidence_row, queries, _, reach = tasks
+        row, request, head, heads, start, stop, first, end, evidence_row, queries, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
         for i in prange(len(row)):
-            b, h = request[i], head[i]
+            b, h0, many = request[i], head[i], heads[i]
             at, window = queries[b], queries[b + 1] - queries[b]
             rows = group * window
-            q = np.empty((rows, head_dim), np.float32)
-            visible = np.empty(rows, np.int64)
-            for r in range(rows):
-                visible[r] = end[b] - window + r % window + 1
-                given = query[at + r % window, h * group + r // window]
+            total_rows = many * rows
+            q = np.empty((total_rows, head_dim), operand)
+            for x in range(total_rows):
+                given = query[at + x % window, h0 * group + x // window]
                 for d in range(head_dim):
-                    q[r, d] = given[d] * scale
-            scores = np.empty((rows, block), np.float32)
-            acc = np.zeros((rows, value_dim), np.float32)
-            top = np.full(rows, -np.inf, np.float32)
-            total = np.zeros(rows, np.float32)
+                    q[x, d] = given[d]
+            scores = np.empty((total_rows, block), np.float32)
+            weights = np.empty((total_rows, block), operand)
+            squares = np.empty((many, block), np.float32)
+            acc = np.zeros((total_rows, value_dim), np.float32)
+            top = np.full(total_rows, -np.inf, np.float32)
+            total = np.zeros(total_rows, np.float32)
             paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
             keep = paged and evidence_row[b] >= 0
             keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
-            key_line, value_line = h * key_head, h * value_head
+            key_line, value_line = h0 * key_head, h0 * value_head
             slots, last = table[line], stop[i] - 1
+            # The next run of the table is likely to be this thread's next task.
+            horizon = end[b] - 1 if paged else last
             for begin in range(start[i], stop[i], block):
                 n = min(block, stop[i] - begin)
                 # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                 for t in range(0, n, 4):
-                    l0, l1, l2, l3 = _four_lines(
-                        keys, head_dim, cache_line, slots, paged, begin + t, last, key_slot, key_line
-                    )
-                    k0, k1, k2, k3 = keys[l0], keys[l1], keys[l2], keys[l3]
-                    for r in range(rows):
-                        q_row, score = q[r], scores[r]
-                        dot0 = dot1 = dot2 = dot3 = np.float32(0)
-                        for d in range(head_dim):
-                            x = q_row[d]
-                            dot0 += x * to_float32(k0[d])
-                            dot1 += x * to_float32(k1[d])
-                            dot2 += x * to_float32(k2[d])
-                            dot3 += x * to_float32(k3[d])
-                        score[t] = dot0
-                        score[t + 1] = dot1
-                        score[t + 2] = dot2
-                        score[t + 3] = dot3
+                    lines = _four_lines(slots, paged, begin + t, last, key_slot, key_line)
+                    later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
+                    for h in range(many):
+                        later = _ask_for(keys, later, key_head, head_dim, cache_line)
+                        dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
+                        if keep:
+                            square_four(q, keys, lines, squares, h, t, head_dim)
+                        lines = _next_head(lines, key_head)
                 if keep:
-                    # A loop of its own: within the loop above, LLVM would not vectorise it.
-                    for t in range(n):
-                        key, square = keys[slots[begin + t] * key_slot + key_line], np.float32(0)
-                        for d in range(head_dim):
-                            x = to_float32(key[d])
-                            square += x * x
-                        norms[kept, h, begin + t] = math.sqrt(square)
-                for r in range(rows):
+                    for h in range(many):
+                        for t in range(n):
+                            norms[kept, h0 + h, begin + t] = math.sqrt(squares[h, t])
+                # Whole blocks from here on: sums are grouped alike however many keys there are.
+                for x in range(total_rows):
+                    scores[x, n:] = -np.inf
                     if paged:
-                        for t in range(max(visible[r] - begin, 0), n):
-                            scores[r, t] = -np.inf
-                        for t in range(min(visible[r] - 1 - reach - begin, n)):
-                            scores[r, t] = -np.inf
+                        visible = end[b] - window + x % window + 1
+                        for t in range(max(visible - begin, 0), n):
+                            scores[x, t] = -np.inf
+                        for t in range(min(visible - 1 - reach - begin, n)):
+                            scores[x, t] = -np.inf
                     if keep:
                         for t in range(n):
-                            logits[kept, h, r, begin + t] = scores[r, t]
-                    new_top = top[r]
-                    for t in range(n):
-                        new_top = max(new_top, scores[r, t])
+                            logits[kept, h0 + x // rows, x % rows, begin + t] = scores[x, t]
+                    new_top = top[x]
+                    for t in range(block):
+                        new_top = max(new_top, scores[x, t])
                     if new_top == -np.inf:
-                        scores[r] = 0
+                        weights[x] = 0
                         continue
-                    if new_top > top[r]:
-                        rescale = np.float32(math.exp(top[r] - new_top))
-                        top[r] = new_top
-                        total[r] *= rescale
+                    if new_top > top[x]:
+                        rescale = np.float32(math.exp(top[x] - new_top))
+                        top[x] = new_top
+                        total[x] *= rescale
                         for d in range(value_dim):
-                            acc[r, d] *= rescale
+                            acc[x, d] *= rescale
                     block_total = np.float32(0)
-                    for t in range(n):
-                        weight = exp_float32(scores[r, t] - new_top)
-                        scores[r, t] = weight
+                    for t in range(block):
+                        weight = exp_float32(scores[x, t] - new_top)
+                        weights[x, t] = from_float32(weight, weights)
                         block_total += weight
-                    total[r] += block_total
-                    scores[r, n : n + -n % 4] = 0
+                    total[x] += block_total
                 for t in range(0, n, 4):
-                    l0, l1, l2, l3 = _four_lines(
-                        values, value_dim, cache_line, slots, paged, begin + t, last, value_slot, value_line
-                    )
-                    v0, v1, v2, v3 = values[l0], values[l1], values[l2], values[l3]
-                    for r in range(rows):
-                        sums, score = acc[r], scores[r]
-                        w0, w1, w2, w3 = score[t], score[t + 1], score[t + 2], score[t + 3]
-                        for d in range(value_dim):
-                            sums[d] += (
-                                w0 * to_float32(v0[d])
-                                + w1 * to_float32(v1[d])
-                                + w2 * to_float32(v2[d])
-                                + w3 * to_float32(v3[d])
-                            )
-            for r in range(rows):
-                partial[i, r] = acc[r]
-                partial_max[i, r] = top[r]
-                partial_sum[i, r] = total[r]
+                    lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)
+                    later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line)
+                    for h in range(many):
+                        later = _ask_for(values, later, value_head, value_dim, cache_line)
+                        add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
+                        lines = _next_head(lines, value_head)
+            for x in range(total_rows):
+                partial[i, x] = acc[x]
+                partial_max[i, x] = top[x]
+                partial_sum[i, x] = total[x]
 
         output, lse = results
-        for pair in prange(len(first) - 1):
-            begin, stop_at = first[pair], first[pair + 1]
-            b, h = request[begin], head[begin]
+        kv_heads = query.shape[1] // group
+        for pair in prange((len(first) - 1) * kv_heads):
+            b, h = pair // kv_heads, pair % kv_heads
             window = queries[b + 1] - queries[b]
-            for r in range(group * window):
+            rows = group * window
+            for r in range(rows):
                 at, of = queries[b] + r % window, h * group + r // window
                 top_all = np.float32(-np.inf)
-                for i in range(begin, stop_at):
-                    top_all = max(top_all, partial_max[i, r])
+                for i in range(first[b], first[b + 1]):
+                    if head[i] <= h < head[i] + heads[i]:
+                        top_all = max(top_all, partial_max[i, (h - head[i]) * rows + r])
                 mixed = np.zeros(value_dim, np.float32)
                 total_all = np.float32(0)
                 if top_all > -np.inf:
-                    for i in range(begin, stop_at):
-                        weight = np.float32(math.exp(partial_max[i, r] - top_all))
-                        total_all += weight * partial_sum[i, r]
-                        for d in range(value_dim):
-                            mixed[d] += weight * partial[i, r, d]
+                    for i in range(first[b], first[b + 1]):
+                        if head[i] <= h < head[i] + heads[i]:
+                            x = (h - head[i]) * rows + r
+                            weight = np.float32(math.exp(partial_max[i, x] - top_all))
+                            total_all += weight * partial_sum[i, x]
+                            for d in range(value_dim):
+                                mixed[d] += weight * partial[i, x, d]
                 lse[at, of] = top_all + math.log(total_all)
                 for d in range(value_dim):
-                    output[at, of, d] = mixed[d] / total_all if total_all > 0 else np.float32(0)
+                    output[at, of, d] = mixed[places[d]] / total_all if total_all > 0 else np.float32(0)
 
     return kernel

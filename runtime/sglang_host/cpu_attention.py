@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from fathom.kernels.extend_attention import extend_attention
-from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, warm_up
+from fathom.kernels.paged_attention_cpu import (
+    Tasks,
+    paged_attention,
+    plan_packed,
+    takes_products,
+    warm_up,
+)
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
@@ -27,8 +33,9 @@ Place: TypeAlias = list[slice] | torch.Tensor
 
 SHORT_RUN = 64
 
-FEW_ROWS = 128
-"""Up to so many query rows on a KV head, reading the prefix in place beats PyTorch's flash attention."""
+FEW_ROWS, FEW_ROWS_OF_PRODUCTS = 128, 512
+"""Up to so many query rows on a KV head, reading the prefix in place beats PyTorch's flash attention; the second
+number where the processor multiplies bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +139,11 @@ class CpuAttentionBackend(SpanAttentionBackend):
         skipped: np.ndarray | None,
     ) -> None:
         kv_heads, window = layer.tp_k_head_num, layer.sliding_window_size
-        few = _few_queries(span_view, kv_heads, FEW_ROWS * kv_heads // layer.tp_q_head_num, window, skipped)
         pool, dtype = self._pool(layer), query.dtype
+        rows_at_most = FEW_ROWS_OF_PRODUCTS if takes_products(dtype, pool) else FEW_ROWS
+        few = _few_queries(
+            span_view, kv_heads, rows_at_most * kv_heads // layer.tp_q_head_num, window, skipped
+        )
         if few.segments.any():
             rows = slice(None) if few.rows is None else few.rows
             output[rows] = paged_attention(query[rows], pool, few.slots, few.tasks, layer.scaling)[0].to(

@@ -1,0 +1,299 @@
+"""The inner loops of attention on the CPU: four keys or four values of one head against its query rows.
+
+A line is the head's part of a token, as :func:`fathom.kernels.numba_cpu.as_lines` has it. Each function has two
+forms, chosen by the types of its arrays when a kernel is compiled:
+
+- *float32 arithmetic*, for queries in float32: loops that LLVM vectorises, elements widened as they are read;
+- *bfloat16 products*, for queries in bfloat16 over keys in bfloat16, where the processor has them (AVX512-BF16):
+  one instruction multiplies 32 pairs and adds them up in float32. The products of keys are exact; the weights of
+  values are rounded to bfloat16, as they are in flash attention on GPUs.
+"""
+
+import functools
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numba.np import arrayobj
+
+from fathom.kernels.numba_cpu import to_float32
+
+LANES = 32
+"""Lines of bfloat16 products are whole multiples of so many elements."""
+
+_LOOPS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
+    "error_model": "numpy",
+}
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+    """Whether kernels are compiled for this processor itself, and it has AVX512-BF16."""
+    return not numba.config.CPU_NAME and llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+
+
+def places_of_sums(width: int, bfloat16: bool) -> np.ndarray:
+    """[width] int64: where :func:`add_four` keeps the sum of each element of a line.
+
+    With bfloat16 products, pairs of values are interleaved within groups of eight elements, and the sums stay so.
+    """
+    d = np.arange(width)
+    return d // 32 * 32 + d % 8 // 4 * 16 + d % 32 // 8 * 4 + d % 4 if bfloat16 else d
+
+
+def dot_four(query, first, rows, keys, lines, scores, t, scale, width):
+    """``scores[r, t + j] = scale * query[r] . keys[lines[j]]`` for ``rows`` rows r from ``first`` on and j < 4.
+
+    Args:
+        query: [rows, width] float32, or uint16 for bfloat16 products; keys: [lines, width] of ``as_lines``.
+        lines: four int64; scores: [rows, keys] float32; t: multiple of four.
+        width: a constant of the kernel.
+    """
+
+
+def square_four(query, keys, lines, squares, h, t, width):
+    """``squares[h, t + j] = keys[lines[j]] . keys[lines[j]]`` for j < 4; in the form that ``query`` asks for."""
+
+
+def add_four(sums, first, rows, weights, t, values, lines, width):
+    """``sums[r] += weights[r, t + j] * values[lines[j]]``, summed over j < 4, for rows r as in :func:`dot_four`.
+
+    Args:
+        sums: [rows, width] float32, in the order of :func:`places_of_sums`.
+        weights: [rows, keys] float32, or uint16 for bfloat16 products; the rest as in :func:`dot_four`.
+    """
+
+
+@overload(dot_four, jit_options=_LOOPS, prefer_literal=True)
+def _dot_four(query, first, rows, keys, lines, scores, t, scale, width):
+    if query.dtype == types.uint16:
+
+        def products(query, first, rows, keys, lines, scores, t, scale, width):
+            for r in range(first, first + rows):
+                _dot_four_bfloat16(query, r, keys, lines, scores, t, scale, width)
+
+        return products
+
+    def loops(query, first, rows, keys, lines, scores, t, scale, width):
+        k0, k1, k2, k3 = keys[lines[0]], keys[lines[1]], keys[lines[2]], keys[lines[3]]
+        for r in range(first, first + rows):
+            own, score = query[r], scores[r]
+            dot0 = dot1 = dot2 = dot3 = np.float32(0)
+            for d in range(width):
+                x = own[d]
+                dot0 += x * to_float32(k0[d])
+                dot1 += x * to_float32(k1[d])
+                dot2 += x * to_float32(k2[d])
+                dot3 += x * to_float32(k3[d])
+            score[t] = dot0 * scale
+            score[t + 1] = dot1 * scale
+            score[t + 2] = dot2 * scale
+            score[t + 3] = dot3 * scale
+
+    return loops
+
+
+@overload(square_four, jit_options=_LOOPS, prefer_literal=True)
+def _square_four(query, keys, lines, squares, h, t, width):
+    if query.dtype == types.uint16:
+
+        def products(query, keys, lines, squares, h, t, width):
+            _square_four_bfloat16(keys, lines, squares, h, t, width)
+
+        return products
+
+    def loops(query, keys, lines, squares, h, t, width):
+        for j in range(4):
+            key, square = keys[lines[j]], np.float32(0)
+            for d in range(width):
+                x = to_float32(key[d])
+                square += x * x
+            squares[h, t + j] = square
+
+    return loops
+
+
+@overload(add_four, jit_options=_LOOPS, prefer_literal=True)
+def _add_four(sums, first, rows, weights, t, values, lines, width):
+    if weights.dtype == types.uint16:
+
+        def products(sums, first, rows, weights, t, values, lines, width):
+            _add_four_bfloat16(sums, first, rows, weights, t, values, lines, width)
+
+        return products
+
+    def loops(sums, first, rows, weights, t, values, lines, width):
+        v0, v1, v2, v3 = values[lines[0]], values[lines[1]], values[lines[2]], values[lines[3]]
+        for r in range(first, first + rows):
+            own, weight = sums[r], weights[r]
+            w0, w1, w2, w3 = weight[t], weight[t + 1], weight[t + 2], weight[t + 3]
+            for d in range(width):
+                own[d] += (
+                    w0 * to_float32(v0[d])
+                    + w1 * to_float32(v1[d])
+                    + w2 * to_float32(v2[d])
+                    + w3 * to_float32(v3[d])
+                )
+
+    return loops
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_FLOATS = ir.VectorType(ir.FloatType(), 16)
+_PAIRS = ir.VectorType(ir.IntType(32), 16)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+_BFLOATS = ir.VectorType(_BFloat(), LANES)
+_ZEROS = ir.Constant(_FLOATS, [0.0] * 16)
+
+# Of two lines, the lower or the upper four elements of each group of eight, in pairs: one instruction each.
+_LOWER, _UPPER = (
+    [side + 8 * group + half + i for group in range(4) for i in range(4) for side in (0, LANES)]
+    for half in (0, 4)
+)
+
+
+def _pointer(context, builder, array, kind, index, element):
+    """Pointer to ``array[index]`` as one to ``element``; ``index`` holds LLVM values and their Numba types."""
+    view = arrayobj.make_array(kind)(context, builder, array)
+    places = [context.cast(builder, value, given, types.intp) for value, given in index]
+    place = cgutils.get_item_pointer(context, builder, kind, view, places, wraparound=False)
+    return builder.bitcast(place, ir.PointerType(element))
+
+
+def _lines(context, builder, array, kind, lines, count, element):
+    """Pointers to the beginnings of four lines."""
+    zero = (context.get_constant(types.intp, 0), types.intp)
+    for j in range(4):
+        line = (builder.extract_value(lines, j), count.dtype)
+        yield _pointer(context, builder, array, kind, [line, zero], element)
+
+
+def _at(builder, pointer, n):
+    return builder.gep(pointer, [ir.Constant(ir.IntType(32), n)])
+
+
+def _load(builder, pointer, n):
+    return builder.load(_at(builder, pointer, n), align=2)
+
+
+def _shuffle(builder, a, b, lanes):
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _all(builder, value, lanes):
+    """A vector of ``lanes`` times the same value."""
+    one = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    one = builder.insert_element(one, value, ir.Constant(ir.IntType(32), 0))
+    return _shuffle(builder, one, one, [0] * lanes)
+
+
+def _multiply_add(builder, sums, a, b):
+    """``sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]`` of bfloat16 numbers."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [sums, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
+
+
+def _totals(builder, four):
+    """The totals of four vectors as one vector; always added in the same order."""
+
+    def folded(x, width):
+        lower, upper = range(width // 2), range(width // 2, width)
+        return builder.fadd(_shuffle(builder, x, x, lower), _shuffle(builder, x, x, upper))
+
+    def paired(a, b):
+        return builder.fadd(_shuffle(builder, a, b, (0, 4, 1, 5)), _shuffle(builder, a, b, (2, 6, 3, 7)))
+
+    parts = [folded(folded(x, 16), 8) for x in four]
+    a, b = paired(*parts[:2]), paired(*parts[2:])
+    return builder.fadd(_shuffle(builder, a, b, (0, 1, 4, 5)), _shuffle(builder, a, b, (2, 3, 6, 7)))
+
+
+@intrinsic(prefer_literal=True)
+def _dot_four_bfloat16(typing_context, query, row, keys, lines, scores, t, scale, width):
+    def codegen(context, builder, signature, args):
+        q, r, k, four, s, at, _, _ = signature.args
+        zero = (context.get_constant(types.intp, 0), types.intp)
+        own = _pointer(context, builder, args[0], q, [(args[1], r), zero], _PAIRS)
+        others = list(_lines(context, builder, args[2], k, args[3], four, _PAIRS))
+        sums = [_ZEROS] * 4
+        for part in range(signature.args[7].literal_value // LANES):
+            x = _load(builder, own, part)
+            sums = [
+                _multiply_add(builder, sum_, x, _load(builder, other, part))
+                for sum_, other in zip(sums, others, strict=True)
+            ]
+        found = builder.fmul(_totals(builder, sums), _all(builder, args[6], 4))
+        place = _pointer(context, builder, args[4], s, [(args[1], r), (args[5], at)], found.type)
+        builder.store(found, place, align=4)
+        return context.get_dummy_value()
+
+    if isinstance(width, types.IntegerLiteral):
+        return types.void(query, row, keys, lines, scores, t, types.float32, width), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _square_four_bfloat16(typing_context, keys, lines, squares, h, t, width):
+    def codegen(context, builder, signature, args):
+        k, four, s, head, at, _ = signature.args
+        sums = [_ZEROS] * 4
+        pointers = list(_lines(context, builder, args[0], k, args[1], four, _PAIRS))
+        for part in range(signature.args[5].literal_value // LANES):
+            for j, pointer in enumerate(pointers):
+                x = _load(builder, pointer, part)
+                sums[j] = _multiply_add(builder, sums[j], x, x)
+        found = _totals(builder, sums)
+        place = _pointer(context, builder, args[2], s, [(args[3], head), (args[4], at)], found.type)
+        builder.store(found, place, align=4)
+        return context.get_dummy_value()
+
+    if isinstance(width, types.IntegerLiteral):
+        return types.void(keys, lines, squares, h, t, width), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _add_four_bfloat16(typing_context, sums, first, rows, weights, t, values, lines, width):
+    def codegen(context, builder, signature, args):
+        s, begin, count, w, at, v, four, _ = signature.args
+        zero = (context.get_constant(types.intp, 0), types.intp)
+        pointers = list(_lines(context, builder, args[5], v, args[6], four, _HALVES))
+        begin = context.cast(builder, args[1], begin, types.intp)
+        for part in range(signature.args[7].literal_value // LANES):
+            a, b, c, d = (_load(builder, pointer, part) for pointer in pointers)
+            pairs = [
+                [_shuffle(builder, *two, lanes) for lanes in (_LOWER, _UPPER)] for two in ((a, b), (c, d))
+            ]
+            with cgutils.for_range(builder, context.cast(builder, args[2], count, types.intp)) as loop:
+                row = (builder.add(begin, loop.index), types.intp)
+                two = _pointer(context, builder, args[3], w, [row, (args[4], at)], ir.IntType(32))
+                factors = [_all(builder, _load(builder, two, i), 16) for i in range(2)]
+                own = _pointer(context, builder, args[0], s, [row, zero], _FLOATS)
+                for half in range(2):
+                    place = _at(builder, own, 2 * part + half)
+                    sum_ = builder.load(place, align=4)
+                    for factor, pair in zip(factors, pairs, strict=True):
+                        sum_ = _multiply_add(builder, sum_, factor, pair[half])
+                    builder.store(sum_, place, align=4)
+        return context.get_dummy_value()
+
+    if isinstance(width, types.IntegerLiteral):
+        return types.void(sums, first, rows, weights, t, values, lines, width), codegen
