@@ -4,38 +4,37 @@ A line is the head's part of a token, as :func:`fathom.kernels.numba_cpu.as_line
 forms, chosen by the types of its arrays when a kernel is compiled:
 
 - *float32 arithmetic*, for queries in float32: loops that LLVM vectorises, elements widened as they are read;
-- *bfloat16 products*, for queries in bfloat16 over keys in bfloat16, where the processor has them (AVX512-BF16):
-  one instruction multiplies 32 pairs and adds them up in float32. The products of keys are exact; the weights of
-  values are rounded to bfloat16, as they are in flash attention on GPUs.
+- *bfloat16 products*, for queries in bfloat16 over keys in bfloat16, where the processor has them
+  (``bfloat16_cpu.py``). The products of keys are exact; the weights of values are rounded to bfloat16, as they are
+  in flash attention on GPUs.
 """
 
-import functools
 from typing import Any
 
-import llvmlite.binding
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
-from numba.np import arrayobj
 
+from fathom.kernels.bfloat16_cpu import (
+    FLOATS,
+    HALVES,
+    LANES,
+    PAIRS,
+    ZEROS,
+    multiply_add,
+    offset,
+    pointer_to,
+    shuffle,
+    spread,
+)
 from fathom.kernels.numba_cpu import to_float32
-
-LANES = 32
-"""Lines of bfloat16 products are whole multiples of so many elements."""
 
 _LOOPS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
     "error_model": "numpy",
 }
-
-
-@functools.cache
-def has_bfloat16_products() -> bool:
-    """Whether kernels are compiled for this processor itself, and it has AVX512-BF16."""
-    return not numba.config.CPU_NAME and llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
 
 
 def places_of_sums(width: int, bfloat16: bool) -> np.ndarray:
@@ -144,25 +143,6 @@ def _add_four(sums, first, rows, weights, t, values, lines, width):
     return loops
 
 
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_FLOATS = ir.VectorType(ir.FloatType(), 16)
-_PAIRS = ir.VectorType(ir.IntType(32), 16)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
-_BFLOATS = ir.VectorType(_BFloat(), LANES)
-_ZEROS = ir.Constant(_FLOATS, [0.0] * 16)
-
 # Of two lines, the lower or the upper four elements of each group of eight, in pairs: one instruction each.
 _LOWER, _UPPER = (
     [side + 8 * group + half + i for group in range(4) for i in range(4) for side in (0, LANES)]
@@ -170,47 +150,16 @@ _LOWER, _UPPER = (
 )
 
 
-def _pointer(context, builder, array, kind, index, element):
-    """Pointer to ``array[index]`` as one to ``element``; ``index`` holds LLVM values and their Numba types."""
-    view = arrayobj.make_array(kind)(context, builder, array)
-    places = [context.cast(builder, value, given, types.intp) for value, given in index]
-    place = cgutils.get_item_pointer(context, builder, kind, view, places, wraparound=False)
-    return builder.bitcast(place, ir.PointerType(element))
-
-
 def _lines(context, builder, array, kind, lines, count, element):
     """Pointers to the beginnings of four lines."""
     zero = (context.get_constant(types.intp, 0), types.intp)
     for j in range(4):
         line = (builder.extract_value(lines, j), count.dtype)
-        yield _pointer(context, builder, array, kind, [line, zero], element)
-
-
-def _at(builder, pointer, n):
-    return builder.gep(pointer, [ir.Constant(ir.IntType(32), n)])
+        yield pointer_to(context, builder, array, kind, [line, zero], element)
 
 
 def _load(builder, pointer, n):
-    return builder.load(_at(builder, pointer, n), align=2)
-
-
-def _shuffle(builder, a, b, lanes):
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
-    return builder.shuffle_vector(a, b, mask)
-
-
-def _all(builder, value, lanes):
-    """A vector of ``lanes`` times the same value."""
-    one = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    one = builder.insert_element(one, value, ir.Constant(ir.IntType(32), 0))
-    return _shuffle(builder, one, one, [0] * lanes)
-
-
-def _multiply_add(builder, sums, a, b):
-    """``sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]`` of bfloat16 numbers."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [sums, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
+    return builder.load(offset(builder, pointer, n), align=2)
 
 
 def _totals(builder, four):
@@ -218,14 +167,14 @@ def _totals(builder, four):
 
     def folded(x, width):
         lower, upper = range(width // 2), range(width // 2, width)
-        return builder.fadd(_shuffle(builder, x, x, lower), _shuffle(builder, x, x, upper))
+        return builder.fadd(shuffle(builder, x, x, lower), shuffle(builder, x, x, upper))
 
     def paired(a, b):
-        return builder.fadd(_shuffle(builder, a, b, (0, 4, 1, 5)), _shuffle(builder, a, b, (2, 6, 3, 7)))
+        return builder.fadd(shuffle(builder, a, b, (0, 4, 1, 5)), shuffle(builder, a, b, (2, 6, 3, 7)))
 
     parts = [folded(folded(x, 16), 8) for x in four]
     a, b = paired(*parts[:2]), paired(*parts[2:])
-    return builder.fadd(_shuffle(builder, a, b, (0, 1, 4, 5)), _shuffle(builder, a, b, (2, 3, 6, 7)))
+    return builder.fadd(shuffle(builder, a, b, (0, 1, 4, 5)), shuffle(builder, a, b, (2, 3, 6, 7)))
 
 
 @intrinsic(prefer_literal=True)
@@ -233,17 +182,17 @@ def _dot_four_bfloat16(typing_context, query, row, keys, lines, scores, t, scale
     def codegen(context, builder, signature, args):
         q, r, k, four, s, at, _, _ = signature.args
         zero = (context.get_constant(types.intp, 0), types.intp)
-        own = _pointer(context, builder, args[0], q, [(args[1], r), zero], _PAIRS)
-        others = list(_lines(context, builder, args[2], k, args[3], four, _PAIRS))
-        sums = [_ZEROS] * 4
+        own = pointer_to(context, builder, args[0], q, [(args[1], r), zero], PAIRS)
+        others = list(_lines(context, builder, args[2], k, args[3], four, PAIRS))
+        sums = [ZEROS] * 4
         for part in range(signature.args[7].literal_value // LANES):
             x = _load(builder, own, part)
             sums = [
-                _multiply_add(builder, sum_, x, _load(builder, other, part))
+                multiply_add(builder, sum_, x, _load(builder, other, part))
                 for sum_, other in zip(sums, others, strict=True)
             ]
-        found = builder.fmul(_totals(builder, sums), _all(builder, args[6], 4))
-        place = _pointer(context, builder, args[4], s, [(args[1], r), (args[5], at)], found.type)
+        found = builder.fmul(_totals(builder, sums), spread(builder, args[6], 4))
+        place = pointer_to(context, builder, args[4], s, [(args[1], r), (args[5], at)], found.type)
         builder.store(found, place, align=4)
         return context.get_dummy_value()
 
@@ -255,14 +204,14 @@ def _dot_four_bfloat16(typing_context, query, row, keys, lines, scores, t, scale
 def _square_four_bfloat16(typing_context, keys, lines, squares, h, t, width):
     def codegen(context, builder, signature, args):
         k, four, s, head, at, _ = signature.args
-        sums = [_ZEROS] * 4
-        pointers = list(_lines(context, builder, args[0], k, args[1], four, _PAIRS))
+        sums = [ZEROS] * 4
+        pointers = list(_lines(context, builder, args[0], k, args[1], four, PAIRS))
         for part in range(signature.args[5].literal_value // LANES):
             for j, pointer in enumerate(pointers):
                 x = _load(builder, pointer, part)
-                sums[j] = _multiply_add(builder, sums[j], x, x)
+                sums[j] = multiply_add(builder, sums[j], x, x)
         found = _totals(builder, sums)
-        place = _pointer(context, builder, args[2], s, [(args[3], head), (args[4], at)], found.type)
+        place = pointer_to(context, builder, args[2], s, [(args[3], head), (args[4], at)], found.type)
         builder.store(found, place, align=4)
         return context.get_dummy_value()
 
@@ -275,23 +224,23 @@ def _add_four_bfloat16(typing_context, sums, first, rows, weights, t, values, li
     def codegen(context, builder, signature, args):
         s, begin, count, w, at, v, four, _ = signature.args
         zero = (context.get_constant(types.intp, 0), types.intp)
-        pointers = list(_lines(context, builder, args[5], v, args[6], four, _HALVES))
+        pointers = list(_lines(context, builder, args[5], v, args[6], four, HALVES))
         begin = context.cast(builder, args[1], begin, types.intp)
         for part in range(signature.args[7].literal_value // LANES):
             a, b, c, d = (_load(builder, pointer, part) for pointer in pointers)
             pairs = [
-                [_shuffle(builder, *two, lanes) for lanes in (_LOWER, _UPPER)] for two in ((a, b), (c, d))
+                [shuffle(builder, *two, lanes) for lanes in (_LOWER, _UPPER)] for two in ((a, b), (c, d))
             ]
             with cgutils.for_range(builder, context.cast(builder, args[2], count, types.intp)) as loop:
                 row = (builder.add(begin, loop.index), types.intp)
-                two = _pointer(context, builder, args[3], w, [row, (args[4], at)], ir.IntType(32))
-                factors = [_all(builder, _load(builder, two, i), 16) for i in range(2)]
-                own = _pointer(context, builder, args[0], s, [row, zero], _FLOATS)
+                two = pointer_to(context, builder, args[3], w, [row, (args[4], at)], ir.IntType(32))
+                factors = [spread(builder, _load(builder, two, i), 16) for i in range(2)]
+                own = pointer_to(context, builder, args[0], s, [row, zero], FLOATS)
                 for half in range(2):
-                    place = _at(builder, own, 2 * part + half)
+                    place = offset(builder, own, 2 * part + half)
                     sum_ = builder.load(place, align=4)
                     for factor, pair in zip(factors, pairs, strict=True):
-                        sum_ = _multiply_add(builder, sum_, factor, pair[half])
+                        sum_ = multiply_add(builder, sum_, factor, pair[half])
                     builder.store(sum_, place, align=4)
         return context.get_dummy_value()
 

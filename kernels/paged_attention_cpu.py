@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from fathom.kernels.bfloat16_cpu import LANES, has_bfloat16_products
 from fathom.kernels.extend_attention import extend_attention_reference
-from fathom.kernels.four_lines_cpu import (
-    LANES,
-    add_four,
-    dot_four,
-    has_bfloat16_products,
-    places_of_sums,
-    square_four,
-)
+from fathom.kernels.four_lines_cpu import add_four, dot_four, places_of_sums, square_four
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
@@ -38,7 +32,7 @@ if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
 
 KEYS_PER_TASK = 512
-COMPACT_PER_TASK = 1024
+COMPACT_PER_TASK = 4096
 KEYS_PER_BLOCK = 64
 KEYS_AHEAD = 32
 """How far ahead keys and values are asked for: the processor does not guess which four come next."""
@@ -201,7 +195,7 @@ def paged_attention(
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group = heads // kv_heads
     rows = group * tasks.most
-    products = takes_products(query.dtype, pool)
+    products = takes_products(query.dtype, pool[0].dtype, head_dim, value_dim)
     kernel = _compiled(group, head_dim, value_dim, pool[0].dtype, products)
     output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
     most = rows * int(tasks.heads.max(initial=1))
@@ -231,13 +225,12 @@ def paged_attention(
     return output, lse
 
 
-def takes_products(query: torch.dtype, pool: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether the inner loops are bfloat16 products; see ``four_lines_cpu.py``."""
-    return (
-        query == pool[0].dtype == torch.bfloat16
-        and all(part.shape[-1] % LANES == 0 for part in pool)
-        and has_bfloat16_products()
-    )
+def takes_products(query: torch.dtype, pool: torch.dtype, *widths: int) -> bool:
+    """Whether attention is computed in bfloat16 products (``bfloat16_cpu.py``): for queries and KV of these dtypes,
+    keys and values of these widths.
+    """
+    fits = all(width % LANES == 0 for width in widths)
+    return query == pool == torch.bfloat16 and fits and has_bfloat16_products()
 
 
 def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:

@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from fathom.kernels import paged_attention_cpu, prefill_attention_cpu
 from fathom.kernels.extend_attention import extend_attention
-from fathom.kernels.paged_attention_cpu import (
-    Tasks,
-    paged_attention,
-    plan_packed,
-    takes_products,
-    warm_up,
-)
+from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
+from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import cpu_linear, cpu_ops
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
@@ -33,9 +29,9 @@ Place: TypeAlias = list[slice] | torch.Tensor
 
 SHORT_RUN = 64
 
-FEW_ROWS, FEW_ROWS_OF_PRODUCTS = 128, 512
-"""Up to so many query rows on a KV head, reading the prefix in place beats PyTorch's flash attention; the second
-number where the processor multiplies bfloat16."""
+FEW_ROWS = 128
+"""Up to so many query rows on a KV head, the kernel of decode steps computes them: it is fast for few, and drafted
+tokens are judged as they would be decoded."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,16 @@ def _few_queries(
             entry, query = (np.concatenate([[0], np.cumsum(counts[chosen])]) for counts in (entries, queries))
         tasks = plan_packed(entry, query, kv_heads, window)
         span_view.cache[key] = FewQueries(chosen, rows, torch.from_numpy(slots).view(1, -1), tasks)
+    return span_view.cache[key]
+
+
+def _tiles(span_view: SpanView, chosen: np.ndarray, layer: "RadixAttention") -> np.ndarray:
+    """The plan of ``prefill_attention`` for some segments."""
+    heads, kv_heads, window = layer.tp_q_head_num, layer.tp_k_head_num, layer.sliding_window_size
+    key = ("tiles", heads, kv_heads, window, chosen.tobytes())
+    if key not in span_view.cache:
+        tiles = plan_tiles(span_view.entry, span_view.query, chosen, heads, kv_heads, window)
+        span_view.cache[key] = tiles
     return span_view.cache[key]
 
 
@@ -114,13 +120,16 @@ class CpuAttentionBackend(SpanAttentionBackend):
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
         config = model_runner.model_config
-        warm_up(
+        shape = (
             config.num_attention_heads // model_runner.ps.tp_size,
             config.get_num_kv_heads(model_runner.ps.tp_size),
             config.head_dim,
             config.v_head_dim,
-            model_runner.kv_cache_dtype,
         )
+        paged_attention_cpu.warm_up(*shape, model_runner.kv_cache_dtype)
+        self.products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
+        if self.products:
+            prefill_attention_cpu.warm_up(*shape)
         cpu_ops.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:
             cpu_linear.pack(model_runner.model)
@@ -140,10 +149,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
     ) -> None:
         kv_heads, window = layer.tp_k_head_num, layer.sliding_window_size
         pool, dtype = self._pool(layer), query.dtype
-        rows_at_most = FEW_ROWS_OF_PRODUCTS if takes_products(dtype, pool) else FEW_ROWS
-        few = _few_queries(
-            span_view, kv_heads, rows_at_most * kv_heads // layer.tp_q_head_num, window, skipped
-        )
+        few = _few_queries(span_view, kv_heads, FEW_ROWS * kv_heads // layer.tp_q_head_num, window, skipped)
         if few.segments.any():
             rows = slice(None) if few.rows is None else few.rows
             output[rows] = paged_attention(query[rows], pool, few.slots, few.tasks, layer.scaling)[0].to(
@@ -151,6 +157,10 @@ class CpuAttentionBackend(SpanAttentionBackend):
             )
         done = few.segments if skipped is None else few.segments | skipped
         if done.all():
+            return
+        if self.products and dtype == torch.bfloat16:
+            tiles = _tiles(span_view, ~done, layer)
+            prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, window)
             return
         keys, values = pool
         for segment, (packed, before, own) in enumerate(_places(span_view)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import paged_problem
 
 from fathom.kernels import paged_attention_cpu
 from fathom.kernels.extend_attention import extend_attention, extend_attention_reference, merge_segments
@@ -18,20 +19,6 @@ from fathom.kernels.paged_attention_cpu import (
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def paged_problem(lengths, news, heads, kv_heads, dim, dtype, value_dim=None, seed=0):
-    """Random pool whose slots are dealt to the requests in random order, unused slots poisoned with NaN."""
-    torch.manual_seed(seed)
-    slots = torch.randperm(sum(lengths) + 7, dtype=torch.int32)[: sum(lengths)]
-    pool = tuple(
-        torch.full((len(slots) + 7, kv_heads, size), float("nan"), dtype=dtype)
-        for size in (dim, value_dim or dim)
-    )
-    for part in pool:
-        part[slots.long()] = torch.randn(len(slots), *part.shape[1:]).to(dtype)
-    entry, queries = (np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, news))
-    return torch.randn(sum(news), heads, dim).to(dtype), pool, slots, entry, queries
 
 
 def check_paged(problem, kv_heads, window, scale):

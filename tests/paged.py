@@ -1,0 +1,18 @@
+"""Requests whose keys and values lie in scattered slots of one pool."""
+
+import numpy as np
+import torch
+
+
+def paged_problem(lengths, news, heads, kv_heads, dim, dtype, value_dim=None, seed=0):
+    """Random pool whose slots are dealt to the requests in random order, unused slots poisoned with NaN."""
+    torch.manual_seed(seed)
+    slots = torch.randperm(sum(lengths) + 7, dtype=torch.int32)[: sum(lengths)]
+    pool = tuple(
+        torch.full((len(slots) + 7, kv_heads, size), float("nan"), dtype=dtype)
+        for size in (dim, value_dim or dim)
+    )
+    for part in pool:
+        part[slots.long()] = torch.randn(len(slots), *part.shape[1:]).to(dtype)
+    entry, queries = (np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, news))
+    return torch.randn(sum(news), heads, dim).to(dtype), pool, slots, entry, queries
