@@ -2,11 +2,14 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "demo" / "examples"
 BODY = json.loads((EXAMPLES / "question.json").read_text())
@@ -34,3 +37,22 @@ def test_the_readme_client_works(demo):
     chunks = list(answer)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
     assert any(getattr(chunk, "fathom", None) for chunk in chunks)
+
+
+def test_bfloat16_is_computed_as_the_processor_can(demo):
+    """The demo is in bfloat16: its prompts go through the tiles of products, where there are any."""
+    engine = httpx.get(f"{demo.url}/fathom/info").json()["engine"][0]
+    assert engine["bfloat16_products"] == has_bfloat16_products()
+
+
+def test_chunks_and_company_change_no_answer(start_process):
+    """Chunks beside decode steps of others, most of a prompt from the prefix cache or none of it."""
+    flags = ("--chunked-prefill-size", "200", "--enable-mixed-chunk")
+    server = start_process([sys.executable, "-m", "fathom.server.cli", "serve", "--demo", *flags])
+
+    def ask(_):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY, timeout=120).json()
+        return answer["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(8))) == {ANSWER}

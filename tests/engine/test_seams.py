@@ -131,6 +131,7 @@ def test_the_engine_process_says_what_it_runs(server):
     assert engine["scheduler"] == "fathom.runtime.sglang_host.scheduler.FathomScheduler"
     assert engine["worker"] == "fathom.runtime.sglang_host.worker.FathomWorker"
     assert engine["attention_backend"] == "fathom.runtime.sglang_host.cpu_attention.CpuAttentionBackend"
+    assert engine["bfloat16_products"] is False  # the model is in float32
     assert engine["platform"] == "fathom.runtime.sglang_host.platform.FathomCpuPlatform"
     assert engine["pid"] != server.process.pid
     before = engine["steps"]

@@ -63,7 +63,7 @@ def test_prefetch_reads_nothing_and_may_lie_outside(dtype):
     before = x.copy()
     ask(x)
     assert (x == before).all()
-    assert any(name in next(iter(ask.inspect_asm().values())) for name in ("prefetcht0", "prfm"))
+    assert any(name in next(iter(ask.inspect_asm().values())) for name in ("prefetcht1", "prfm"))
 
 
 def test_exp_is_accurate_and_right_at_the_ends():
