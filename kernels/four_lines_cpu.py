@@ -29,12 +29,9 @@ from fathom.kernels.bfloat16_cpu import (
     shuffle,
     spread,
 )
-from fathom.kernels.numba_cpu import to_float32
+from fathom.kernels.numba_cpu import APPROXIMATE, to_float32
 
-_LOOPS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
-    "error_model": "numpy",
-}
+_LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
 
 
 def places_of_sums(width: int, bfloat16: bool) -> np.ndarray:

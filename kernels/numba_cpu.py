@@ -39,6 +39,9 @@ LOOPS: dict[str, Any] = {
     "cache": True,
 }
 
+# The same for attention, whose exponentials may be approximate.
+APPROXIMATE = LOOPS | {"fastmath": LOOPS["fastmath"] | {"afn"}}
+
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 

@@ -18,6 +18,7 @@ from fathom.kernels.bfloat16_cpu import LANES, has_bfloat16_products
 from fathom.kernels.extend_attention import extend_attention_reference
 from fathom.kernels.four_lines_cpu import add_four, dot_four, places_of_sums, square_four
 from fathom.kernels.numba_cpu import (
+    APPROXIMATE,
     DTYPES,
     LINE_BYTES,
     as_array,
@@ -276,9 +277,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
     places = places_of_sums(value_dim, products)
 
     # One function: a closure over another compiled function would never be found in the cache on disk.
-    @njit(
-        parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
-    )
+    @njit(parallel=True, **APPROXIMATE)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
         row, request, head, heads, start, stop, first, end, evidence_row, queries, _, reach = tasks
         logits, norms = evidence

@@ -14,7 +14,15 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.bfloat16_cpu import tile_products
-from fathom.kernels.numba_cpu import as_array, as_lines, exp_float32, from_float32, match_torch_threads
+from fathom.kernels.numba_cpu import (
+    APPROXIMATE,
+    as_array,
+    as_lines,
+    exp_float32,
+    from_float32,
+    match_torch_threads,
+)
+from fathom.kernels.paged_attention_cpu import EVERYTHING
 
 TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
@@ -22,8 +30,6 @@ TILE_ROWS = 256
 KEYS_PER_BLOCK = 64
 ROWS_AT_ONCE = 4
 """Four rows of four vectors each are the sums that registers hold."""
-
-EVERYTHING = 1 << 40
 
 
 def plan_tiles(
@@ -113,9 +119,7 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
     value_vectors = 4 if value_dim % 64 == 0 else 2
     step = 16 * value_vectors
 
-    @njit(
-        parallel=True, fastmath={"reassoc", "contract", "nsz", "arcp", "afn"}, error_model="numpy", cache=True
-    )
+    @njit(parallel=True, **APPROXIMATE)
     def kernel(query, key_lines, value_lines, slots, tiles, output, scale, reach):
         keys, key_slot, key_head = key_lines
         values, value_slot, value_head = value_lines
