@@ -21,7 +21,12 @@ LANES = 32
 @functools.cache
 def has_bfloat16_products() -> bool:
     """Whether kernels are compiled for this processor itself, and it has AVX512-BF16."""
-    return not numba.config.CPU_NAME and llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+    if numba.config.CPU_NAME or not numba.config.ENABLE_AVX:
+        return False
+    try:
+        return llvmlite.binding.get_host_cpu_features().get("avx512bf16", False)
+    except RuntimeError:  # LLVM cannot tell
+        return False
 
 
 class _BFloat(ir.Type):
