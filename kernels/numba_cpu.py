@@ -111,8 +111,7 @@ LINE_BYTES = 64
 def prefetch(typing_context, array, line, element):
     """Ask for the cache line of ``array[line, element]``, in range or not: nothing waits, nothing is read.
 
-    It comes into the second level of caches. The first waits for so few lines at a time that asking for it there
-    reads no faster than waiting.
+    It comes into the second level of caches: lines that were asked for into the first arrived no sooner than others.
     """
 
     def codegen(context, builder, signature, args):
