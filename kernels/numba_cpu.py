@@ -111,7 +111,7 @@ LINE_BYTES = 64
 def prefetch(typing_context, array, line, element):
     """Ask for the cache line of ``array[line, element]``, in range or not: nothing waits, nothing is read.
 
-    It comes into the second level of caches: lines that were asked for into the first arrived no sooner than others.
+    It comes into the second level of caches; into the first, fewer seem to be on their way at a time.
     """
 
     def codegen(context, builder, signature, args):
