@@ -59,7 +59,10 @@ class KernelCase:
 
         self.query = draw(self.batch, self.heads, self.head_dim)
         entries = (total, self.kv_heads, self.head_dim)
-        self.pool, self.compact = (draw(*entries), draw(*entries)), (draw(*entries), draw(*entries))
+        self.pool = draw(*entries), draw(*entries)
+        # A head's tokens lie together, as in a server's compact buffers.
+        apart = self.kv_heads, total, self.head_dim
+        self.compact = draw(*apart).transpose(0, 1), draw(*apart).transpose(0, 1)
         at = {"device": self.device}
         slots = torch.randperm(total, generator=source, **at) if self.scattered else torch.arange(total, **at)
         self.table = slots.to(torch.int32).view(self.batch, self.length).contiguous()

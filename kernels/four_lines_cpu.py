@@ -76,12 +76,14 @@ def _dot_four(query, first, rows, keys, lines, scores, t, scale, width):
 
         return products
 
+    size = width.literal_value
+
     def loops(query, first, rows, keys, lines, scores, t, scale, width):
         k0, k1, k2, k3 = keys[lines[0]], keys[lines[1]], keys[lines[2]], keys[lines[3]]
         for r in range(first, first + rows):
             own, score = query[r], scores[r]
             dot0 = dot1 = dot2 = dot3 = np.float32(0)
-            for d in range(width):
+            for d in range(size):
                 x = own[d]
                 dot0 += x * to_float32(k0[d])
                 dot1 += x * to_float32(k1[d])
@@ -104,10 +106,12 @@ def _square_four(query, keys, lines, squares, h, t, width):
 
         return products
 
+    size = width.literal_value
+
     def loops(query, keys, lines, squares, h, t, width):
         for j in range(4):
             key, square = keys[lines[j]], np.float32(0)
-            for d in range(width):
+            for d in range(size):
                 x = to_float32(key[d])
                 square += x * x
             squares[h, t + j] = square
@@ -124,12 +128,14 @@ def _add_four(sums, first, rows, weights, t, values, lines, width):
 
         return products
 
+    size = width.literal_value
+
     def loops(sums, first, rows, weights, t, values, lines, width):
         v0, v1, v2, v3 = values[lines[0]], values[lines[1]], values[lines[2]], values[lines[3]]
         for r in range(first, first + rows):
             own, weight = sums[r], weights[r]
             w0, w1, w2, w3 = weight[t], weight[t + 1], weight[t + 2], weight[t + 3]
-            for d in range(width):
+            for d in range(size):
                 own[d] += (
                     w0 * to_float32(v0[d])
                     + w1 * to_float32(v1[d])

@@ -23,8 +23,7 @@ from fathom.kernels.numba_cpu import (
     LINE_BYTES,
     as_array,
     as_lines,
-    exp_float32,
-    from_float32,
+    fold_block,
     match_torch_threads,
     prefetch,
 )
@@ -333,24 +332,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                     if keep:
                         for t in range(n):
                             logits[kept, h0 + x // rows, x % rows, begin + t] = scores[x, t]
-                    new_top = top[x]
-                    for t in range(block):
-                        new_top = max(new_top, scores[x, t])
-                    if new_top == -np.inf:
-                        weights[x] = 0
-                        continue
-                    if new_top > top[x]:
-                        rescale = np.float32(math.exp(top[x] - new_top))
-                        top[x] = new_top
-                        total[x] *= rescale
-                        for d in range(value_dim):
-                            acc[x, d] *= rescale
-                    block_total = np.float32(0)
-                    for t in range(block):
-                        weight = exp_float32(scores[x, t] - new_top)
-                        weights[x, t] = from_float32(weight, weights)
-                        block_total += weight
-                    total[x] += block_total
+                    fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
                 for t in range(0, n, 4):
                     lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)
                     later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line)

@@ -6,7 +6,6 @@ depend, to the bit, on how its prompt was cut into chunks. ``paged_attention_ref
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +17,7 @@ from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     as_array,
     as_lines,
-    exp_float32,
+    fold_block,
     from_float32,
     match_torch_threads,
 )
@@ -162,32 +161,14 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
                 # Whether some query of the tile does not see all keys of the block.
                 partly = begin + block > end - count + 1 or end - 1 - reach > begin
                 for x in range(rows):
-                    score, weight = scores[x], weights[x]
+                    score = scores[x]
                     if partly:
                         visible = end - count + x // group + 1 - begin
                         for t in range(max(visible, 0), block):
                             score[t] = -np.inf
                         for t in range(min(visible - 1 - reach, block)):
                             score[t] = -np.inf
-                    new_top = np.float32(-np.inf)
-                    for t in range(block):
-                        new_top = max(new_top, score[t])
-                    new_top = max(new_top * scale, top[x])
-                    if new_top == -np.inf:
-                        weight[:] = 0
-                        continue
-                    if new_top > top[x]:
-                        rescale = np.float32(math.exp(top[x] - new_top))
-                        top[x] = new_top
-                        total[x] *= rescale
-                        for d in range(value_dim):
-                            sums[x, d] *= rescale
-                    block_total = np.float32(0)
-                    for t in range(block):
-                        w = exp_float32(score[t] * scale - new_top)
-                        weight[t] = from_float32(w, weight)
-                        block_total += w
-                    total[x] += block_total
+                    fold_block(score, scale, weights[x], sums[x], top, total, x)
                 for column in range(0, value_dim, step):
                     for x in range(0, whole, at_once):
                         tile_products(

@@ -155,7 +155,7 @@ class SlowFast:
         """Compile the attention now, so that no request waits for it (a few seconds, cached on disk)."""
         shape = self.shape
         there = {"device": shape.device}
-        query = torch.zeros(1, 1, shape.heads, shape.head_dim, **there)
+        query = torch.zeros(1, 1, shape.heads, shape.head_dim, dtype=shape.dtype, **there)
         keys, values = (
             torch.zeros(1, shape.kv_heads, dim, dtype=shape.dtype, **there)
             for dim in (shape.head_dim, shape.value_dim)

@@ -127,8 +127,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
             config.v_head_dim,
         )
         paged_attention_cpu.warm_up(*shape, model_runner.kv_cache_dtype)
-        self.products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
-        if self.products:
+        self.bfloat16_products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
+        if self.bfloat16_products:
             prefill_attention_cpu.warm_up(*shape)
         cpu_ops.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:
@@ -158,7 +158,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         done = few.segments if skipped is None else few.segments | skipped
         if done.all():
             return
-        if self.products and dtype == torch.bfloat16:
+        if takes_products(dtype, pool[0].dtype, layer.qk_head_dim, layer.v_head_dim):
             tiles = _tiles(span_view, ~done, layer)
             prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, window)
             return

@@ -104,7 +104,7 @@ class FathomScheduler(Scheduler):
             "scheduler": _name(self),
             "worker": _name(self.tp_worker),
             "attention_backend": _name(runner.attn_backend),
-            "bfloat16_products": getattr(runner.attn_backend, "products", False),
+            "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
             "sglang": sglang.__version__,

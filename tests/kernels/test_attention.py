@@ -1,5 +1,6 @@
 """The CPU attention kernels against their plain references, and the merge of segments as a property."""
 
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +32,7 @@ def check_paged(problem, kv_heads, window, scale):
     # Both read the same rounded keys and accumulate in float32.
     torch.testing.assert_close(lse, want_lse, atol=2e-5, rtol=1e-4)
     allowed = 2e-5 + 1e-4 * want.abs()
-    if query.dtype == torch.bfloat16 and paged_attention_cpu.has_bfloat16_products():
+    if paged_attention_cpu.takes_products(query.dtype, pool[0].dtype, query.shape[2], pool[1].shape[2]):
         # Each weight may be rounded to the eight bits of bfloat16.
         sizes = pool[0], pool[1].abs()
         spread, _ = paged_attention_reference(
@@ -106,17 +107,19 @@ def test_tasks_cover_each_visible_key_once(requests, kv_heads, window):
     lengths, news = zip(*[(max(length, new), new) for length, new in requests], strict=True)
     entry, queries = (np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, news))
     tasks = plan_packed(entry, queries, kv_heads, window)
-    seen = {}
+    seen, runs = {}, Counter()
     for request, first, many, start, stop in zip(
         tasks.request, tasks.head, tasks.heads, tasks.start, tasks.stop, strict=True
     ):
         assert 0 < stop - start <= KEYS_PER_TASK
         for head in range(first, first + many):
             seen.setdefault((request, head), []).extend(range(start, stop))
+            runs[request, head] += 1
     for request, (length, new) in enumerate(zip(lengths, news, strict=True)):
         first = max(0, length - new - window) if window >= 0 else 0
         for head in range(kv_heads):
             assert seen[request, head] == list(range(entry[request] + first, entry[request + 1]))
+    assert runs == {pair: -(-len(keys) // KEYS_PER_TASK) for pair, keys in seen.items()}
     assert tasks.first[0] == 0 and tasks.first[-1] == len(tasks.request)
     for request, (begin, end) in enumerate(pairwise(tasks.first)):
         assert (tasks.request[begin:end] == request).all()
