@@ -42,6 +42,9 @@ HEADS_PER_TASK = 8
 
 TASKS_PER_THREAD = 4
 
+TASK_IN_KEYS = 16
+"""What a task costs beside its keys, as so many keys."""
+
 EVERYTHING = 1 << 40
 """A reach that no table has."""
 
@@ -64,6 +67,7 @@ class Tasks(NamedTuple):
     end: np.ndarray  # [batch] int64, end of the table range
     evidence: np.ndarray  # [batch] int64, row of the evidence or -1
     queries: np.ndarray  # [batch + 1] int64, where each request's queries begin among the packed ones
+    shares: np.ndarray  # [threads + 1] int64, where each thread's tasks begin: about the same work for each
     most: int = 1  # queries of the request that has most
     reach: int = EVERYTHING  # how many earlier table entries a query sees besides its own
 
@@ -138,7 +142,15 @@ def _split(
     kept, queries = np.full(len(row), -1), np.arange(len(row) + 1)
     row = np.where(compact, -1, row[request])
     heads = np.where(compact, 1, together)
-    return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries)
+    shares = _share(heads * (stop - start + TASK_IN_KEYS), torch.get_num_threads())
+    return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries, shares)
+
+
+def _share(work: np.ndarray, threads: int) -> np.ndarray:
+    """[threads + 1] int64: cuts of a list of tasks so that the parts are about the same work."""
+    done = np.concatenate([[0], np.cumsum(work)])
+    wanted = np.linspace(0, done[-1], threads + 1)
+    return np.searchsorted((done[1:] + done[:-1]) / 2, wanted).astype(np.int64)
 
 
 def paged_attention_reference(
@@ -278,72 +290,75 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
     # One function: a closure over another compiled function would never be found in the cache on disk.
     @njit(parallel=True, **APPROXIMATE)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, heads, start, stop, first, end, evidence_row, queries, _, reach = tasks
+        row, request, head, heads, start, stop, first, end, evidence_row, queries, shares, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
-        for i in prange(len(row)):
-            b, h0, many = request[i], head[i], heads[i]
-            at, window = queries[b], queries[b + 1] - queries[b]
-            rows = group * window
-            total_rows = many * rows
-            q = np.empty((total_rows, head_dim), operand)
-            for x in range(total_rows):
-                given = query[at + x % window, h0 * group + x // window]
-                for d in range(head_dim):
-                    q[x, d] = given[d]
-            scores = np.empty((total_rows, block), np.float32)
-            weights = np.empty((total_rows, block), operand)
-            squares = np.empty((many, block), np.float32)
-            acc = np.zeros((total_rows, value_dim), np.float32)
-            top = np.full(total_rows, -np.inf, np.float32)
-            total = np.zeros(total_rows, np.float32)
-            paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
-            keep = paged and evidence_row[b] >= 0
-            keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
-            key_line, value_line = h0 * key_head, h0 * value_head
-            slots, last = table[line], stop[i] - 1
-            # The next run of the table is likely to be this thread's next task.
-            horizon = end[b] - 1 if paged else last
-            for begin in range(start[i], stop[i], block):
-                n = min(block, stop[i] - begin)
-                # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
-                for t in range(0, n, 4):
-                    lines = _four_lines(slots, paged, begin + t, last, key_slot, key_line)
-                    later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
-                    for h in range(many):
-                        later = _ask_for(keys, later, key_head, head_dim, cache_line)
-                        dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
-                        if keep:
-                            square_four(q, keys, lines, squares, h, t, head_dim)
-                        lines = _next_head(lines, key_head)
-                if keep:
-                    for h in range(many):
-                        for t in range(n):
-                            norms[kept, h0 + h, begin + t] = math.sqrt(squares[h, t])
-                # Whole blocks from here on: sums are grouped alike however many keys there are.
+        for share in prange(len(shares) - 1):
+            for i in range(shares[share], shares[share + 1]):
+                b, h0, many = request[i], head[i], heads[i]
+                at, window = queries[b], queries[b + 1] - queries[b]
+                rows = group * window
+                total_rows = many * rows
+                q = np.empty((total_rows, head_dim), operand)
                 for x in range(total_rows):
-                    scores[x, n:] = -np.inf
-                    if paged:
-                        visible = end[b] - window + x % window + 1
-                        for t in range(max(visible - begin, 0), n):
-                            scores[x, t] = -np.inf
-                        for t in range(min(visible - 1 - reach - begin, n)):
-                            scores[x, t] = -np.inf
+                    given = query[at + x % window, h0 * group + x // window]
+                    for d in range(head_dim):
+                        q[x, d] = given[d]
+                scores = np.empty((total_rows, block), np.float32)
+                weights = np.empty((total_rows, block), operand)
+                squares = np.empty((many, block), np.float32)
+                acc = np.zeros((total_rows, value_dim), np.float32)
+                top = np.full(total_rows, -np.inf, np.float32)
+                total = np.zeros(total_rows, np.float32)
+                paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
+                keep = paged and evidence_row[b] >= 0
+                keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
+                key_line, value_line = h0 * key_head, h0 * value_head
+                slots, last = table[line], stop[i] - 1
+                # The next run of the table is likely to be this thread's next task.
+                horizon = end[b] - 1 if paged else last
+                for begin in range(start[i], stop[i], block):
+                    n = min(block, stop[i] - begin)
+                    # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
+                    for t in range(0, n, 4):
+                        lines = _four_lines(slots, paged, begin + t, last, key_slot, key_line)
+                        later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
+                        for h in range(many):
+                            later = _ask_for(keys, later, key_head, head_dim, cache_line)
+                            dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
+                            if keep:
+                                square_four(q, keys, lines, squares, h, t, head_dim)
+                            lines = _next_head(lines, key_head)
                     if keep:
-                        for t in range(n):
-                            logits[kept, h0 + x // rows, x % rows, begin + t] = scores[x, t]
-                    fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
-                for t in range(0, n, 4):
-                    lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)
-                    later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line)
-                    for h in range(many):
-                        later = _ask_for(values, later, value_head, value_dim, cache_line)
-                        add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
-                        lines = _next_head(lines, value_head)
-            for x in range(total_rows):
-                partial[i, x] = acc[x]
-                partial_max[i, x] = top[x]
-                partial_sum[i, x] = total[x]
+                        for h in range(many):
+                            for t in range(n):
+                                norms[kept, h0 + h, begin + t] = math.sqrt(squares[h, t])
+                    # Whole blocks from here on: sums are grouped alike however many keys there are.
+                    for x in range(total_rows):
+                        scores[x, n:] = -np.inf
+                        if paged:
+                            visible = end[b] - window + x % window + 1
+                            for t in range(max(visible - begin, 0), n):
+                                scores[x, t] = -np.inf
+                            for t in range(min(visible - 1 - reach - begin, n)):
+                                scores[x, t] = -np.inf
+                        if keep:
+                            for t in range(n):
+                                logits[kept, h0 + x // rows, x % rows, begin + t] = scores[x, t]
+                        fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
+                    for t in range(0, n, 4):
+                        lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)
+                        later = _four_lines(
+                            slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line
+                        )
+                        for h in range(many):
+                            later = _ask_for(values, later, value_head, value_dim, cache_line)
+                            add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
+                            lines = _next_head(lines, value_head)
+                for x in range(total_rows):
+                    partial[i, x] = acc[x]
+                    partial_max[i, x] = top[x]
+                    partial_sum[i, x] = total[x]
 
         output, lse = results
         kv_heads = query.shape[1] // group

@@ -74,7 +74,8 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 @njit(**LOOPS)
-def _norm_row(x, gain, epsilon, out):
+def norm_row(x, gain, epsilon, out):
+    """One row [width] of :func:`rms_norm`, as :func:`as_array` has it; ``epsilon`` float32."""
     squares = np.float32(0)
     for i in range(len(out)):
         y = to_float32(x[i])
@@ -85,7 +86,8 @@ def _norm_row(x, gain, epsilon, out):
 
 
 @njit(**LOOPS)
-def _add_norm_row(x, residual, gain, epsilon, out, total):
+def add_norm_row(x, residual, gain, epsilon, out, total):
+    """The same of ``x + residual``, whose sum goes to ``total``."""
     squares = np.float32(0)
     for i in range(len(out)):
         y = to_float32(x[i]) + to_float32(residual[i])
@@ -102,10 +104,10 @@ def _norm_rows(x, stride, gain, epsilon, out):
     rows, width = out.shape
     if rows * width <= SERIAL_ELEMENTS:
         for t in range(rows):
-            _norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
+            norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
     else:
         for t in prange(rows):
-            _norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
+            norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
 
 
 @njit(parallel=True, **LOOPS)
@@ -115,9 +117,9 @@ def _add_norm_rows(x, stride, residual, residual_stride, gain, epsilon, out, tot
         for t in range(rows):
             a = x[t * stride : t * stride + width]
             b = residual[t * residual_stride : t * residual_stride + width]
-            _add_norm_row(a, b, gain, epsilon, out[t], total[t])
+            add_norm_row(a, b, gain, epsilon, out[t], total[t])
     else:
         for t in prange(rows):
             a = x[t * stride : t * stride + width]
             b = residual[t * residual_stride : t * residual_stride + width]
-            _add_norm_row(a, b, gain, epsilon, out[t], total[t])
+            add_norm_row(a, b, gain, epsilon, out[t], total[t])

@@ -113,7 +113,8 @@ def _turn_head(a, b, cos, sin, out_a, out_b):
 
 
 @njit(**LOOPS)
-def _turn_token(x, cos_sin, head_dim, out):
+def turn_token(x, cos_sin, head_dim, out):
+    """All heads of one token, [heads * head_dim] as :func:`as_array` has them; ``cos_sin`` [rotary_dim]."""
     turned = len(cos_sin)
     half = turned // 2
     cos, sin = cos_sin[:half], cos_sin[half:]
@@ -132,10 +133,10 @@ def _turn_tokens(positions, cos_sin, query, turned_query, key, turned_key, head_
     if len(positions) * (q_width + k_width) <= SERIAL_ELEMENTS:
         for t in range(len(positions)):
             angles = cos_sin[positions[t]]
-            _turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
-            _turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])
+            turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
+            turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])
     else:
         for t in prange(len(positions)):
             angles = cos_sin[positions[t]]
-            _turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
-            _turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])
+            turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
+            turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])

@@ -52,7 +52,8 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 @njit(**LOOPS)
-def _silu_row(gate, up, out):
+def silu_row(gate, up, out):
+    """``silu(gate) * up`` of one row, as :func:`as_array` has it."""
     for i in range(len(out)):
         x = to_float32(gate[i])
         out[i] = from_float32(x / (np.float32(1) + exp_float32(-x)) * to_float32(up[i]), out)
@@ -64,8 +65,8 @@ def _silu_rows(x, stride, out):
     if rows * width <= SERIAL_ELEMENTS:
         for t in range(rows):
             middle = t * stride + width
-            _silu_row(x[middle - width : middle], x[middle : middle + width], out[t])
+            silu_row(x[middle - width : middle], x[middle : middle + width], out[t])
     else:
         for t in prange(rows):
             middle = t * stride + width
-            _silu_row(x[middle - width : middle], x[middle : middle + width], out[t])
+            silu_row(x[middle - width : middle], x[middle : middle + width], out[t])

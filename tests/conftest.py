@@ -210,37 +210,48 @@ def share_server(tmp_path_factory):
         yield functools.partial(serve, run)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A random Llama in float32 with the demo's tokenizer; untied and spread out, so that its logits differ."""
+def save_random_model(folder: Path, family: str = "Llama", **changes: object) -> Path:
+    """A small random model with the demo's tokenizer; untied and spread out, so that its logits differ.
+
+    Args:
+        family: prefix of the classes in Transformers.
+        changes: to its config.
+    """
     import json
 
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    folder = tmp_path_factory.mktemp("tiny")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (DEMO_TARGET / name).exists():
             shutil.copy(DEMO_TARGET / name, folder / name)
     vocabulary = json.loads((DEMO_TARGET / "config.json").read_text())["vocab_size"]
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=vocabulary - 1,
-        dtype="float32",
-    )
+    options = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": vocabulary - 1,
+        "dtype": "float32",
+    }
+    config = getattr(transformers, f"{family}Config")(**options | changes)
     torch.manual_seed(7)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.to(config.dtype).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A random Llama in float32."""
+    return save_random_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.sglang_host import cpu_linear, cpu_ops
+from fathom.runtime.sglang_host import cpu_layers, cpu_linear, cpu_ops
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     """Paged attention on the CPU: float32, bfloat16 and float16, GQA, sliding windows, chunked prefill."""
 
     name = "CPU"
+    joined_layers = 0
+    """Decoder layers that take a few rows in two calls."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -133,6 +135,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         cpu_ops.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:
             cpu_linear.pack(model_runner.model)
+            self.joined_layers = cpu_layers.join(model_runner.model)
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)

@@ -31,18 +31,21 @@ def forward_rms_norm(
     ``quant_linear`` (the layer that reads the norm) only matters to kernels that also quantise, as in
     ``forward_native``.
     """
-    plain = (
-        self.variance_size_override is None
-        and not self.cast_x_before_out_mul
-        and not (self.fp32_residual and residual is not None)
-        and (self.override_orig_dtype is None or self.override_orig_dtype == x.dtype)
-        and post_residual_addition is None
-        and x.shape[-1] == self.hidden_size
-    )
+    plain = is_plain_norm(self) and post_residual_addition is None and x.shape[-1] == self.hidden_size
     done = rms_norm.rms_norm(x, self.weight, self.variance_epsilon, residual) if plain else None
     if done is None:
         return self.forward_native(x, residual, post_residual_addition, quant_linear)
     return done[0] if residual is None else done
+
+
+def is_plain_norm(norm: "RMSNorm") -> bool:
+    """Whether a norm's options are those of the kernel."""
+    return (
+        norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+    )
 
 
 def forward_silu_and_mul(self: "SiluAndMul", x: torch.Tensor) -> torch.Tensor:
@@ -60,16 +63,16 @@ def forward_rotary(
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RotaryEmbedding.forward."""
-    plain = (
-        self.is_neox_style
-        and offsets is None
-        and fused_set_kv_buffer_arg is None
-        and not hasattr(self, "sin_cos_cache")
-    )
+    plain = is_plain_rotary(self) and offsets is None and fused_set_kv_buffer_arg is None
     done = rotary.rotary(positions, query, key, self.cos_sin_cache, self.head_size) if plain else None
     if done is None:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     return done
+
+
+def is_plain_rotary(rotary_emb: "RotaryEmbedding") -> bool:
+    """Whether a rotary embedding's layout is that of the kernel."""
+    return rotary_emb.is_neox_style and not hasattr(rotary_emb, "sin_cos_cache")
 
 
 def register() -> None:

@@ -1,5 +1,7 @@
 """The seams of a machine without a GPU: SGLang's layers that run on Fathom's kernels and packed weights."""
 
+from collections.abc import Iterator
+
 from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
 
 # Classes that differ from the first only in how they fill the table of cosines and sines.
@@ -15,6 +17,39 @@ ROTARY_CLASSES = tuple(
         "yarn:YaRNScalingRotaryEmbedding",
     )
 )
+
+# Families whose decoder layers are norm, attention, norm, gated feed-forward, and nothing else: module, prefix of
+# the classes, further parameters of a layer's forward, and what it reads.
+_FAMILIES = (
+    ("models.llama", "Llama", "", "input_layernorm self_attn post_attention_layernorm mlp"),
+    ("models.qwen2", "Qwen2", "", "input_layernorm self_attn post_attention_layernorm mlp"),
+    ("models.qwen3", "Qwen3", " post_residual_addition", "layer_communicator self_attn mlp"),
+)
+LAYER_CLASSES = tuple(f"{module}:{name}DecoderLayer" for module, name, *_ in _FAMILIES)
+
+
+def _layer_seams(module: str, name: str, more: str, parts: str) -> Iterator[Seam]:
+    """What stands between two attentions of a family's layers is computed in two calls for few rows."""
+    why = "few rows go through a layer in two calls"
+    inputs = "positions hidden_states forward_batch residual" + more
+    layer = f"{module}:{name}DecoderLayer.forward"
+    yield relies_on(SCHEDULER, layer, "replace", why, inputs, reads_attributes(parts))
+    yield relies_on(
+        SCHEDULER,
+        f"{module}:{name}Attention.forward",
+        "replace",
+        why,
+        "positions hidden_states forward_batch",
+        reads_attributes("attn o_proj"),
+    )
+    yield relies_on(
+        SCHEDULER,
+        f"{module}:{name}MLP.forward",
+        "replace",
+        why,
+        "x forward_batch",
+        reads_attributes("gate_up_proj act_fn down_proj"),
+    )
 
 
 CPU_SEAMS: tuple[Seam, ...] = (
@@ -80,4 +115,5 @@ CPU_SEAMS: tuple[Seam, ...] = (
         )
         for place in ROTARY_CLASSES
     ),
+    *(row for family in _FAMILIES for row in _layer_seams(*family)),
 )

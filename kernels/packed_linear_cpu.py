@@ -1,0 +1,139 @@
+"""Linear layers of a few rows, read from weights as oneDNN packs them, for processors that have AVX512-BF16.
+
+Few rows are bound by reading the weights. oneDNN's packed layout, [outputs / 64, inputs / 2, 64, 2], is what a tile
+of products (``bfloat16_cpu.py``) reads in the order of memory. A row's result is the same to the bit whatever rows
+are beside it.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products, tile_products
+from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads, to_float32
+
+BLOCK = 64
+"""Outputs that lie together."""
+
+ROWS_AT_ONCE = 4
+FEW_ROWS = 32
+"""Up to so many rows this is faster than oneDNN's own product."""
+
+# Pairs of inputs whose sums stay in registers; the shorter run is for the rest of a line.
+_RUN, _SHORT_RUN = 128, 16
+_VECTORS = BLOCK // 16
+_ADD = 1
+
+
+def blocks_of(packed: torch.Tensor, weight: torch.Tensor) -> np.ndarray | None:
+    """A packed weight's memory as lines of pairs, which lives as long as ``packed``.
+
+    Args:
+        packed: what oneDNN made of ``weight``.
+        weight: [outputs, inputs] bfloat16.
+
+    Returns:
+        [outputs / 64 rounded up * inputs / 2, 64] int32; None where oneDNN has laid it out in another way, which
+        is looked for in the first and last blocks and some between, or the processor lacks the products.
+    """
+    outputs, inputs = weight.shape
+    count, pairs = -(-outputs // BLOCK), inputs // 2
+    size = count * BLOCK * inputs * weight.itemsize
+    fits = inputs % (2 * _SHORT_RUN) == 0 and has_bfloat16_products()
+    if not fits or torch.ops.mkldnn._nbytes(packed) != size:
+        return None
+    memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
+    lines = np.frombuffer(memory, np.int32).reshape(count * pairs, BLOCK)
+    for block in {0, count // 3, count // 2, count - 1}:
+        part = weight[block * BLOCK : (block + 1) * BLOCK].contiguous()
+        want = as_array(part).view(np.int32).T
+        found = lines[block * pairs : (block + 1) * pairs]
+        if not np.array_equal(found[:, : len(part)], want):
+            return None
+    return lines
+
+
+def packed_linear(
+    x: torch.Tensor, lines: np.ndarray, outputs: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, added up in float32 and rounded once.
+
+    Args:
+        x: [rows, inputs] bfloat16, contiguous.
+        lines: of :func:`blocks_of`; outputs: of the weight.
+        bias: [outputs] bfloat16.
+
+    Returns:
+        [rows, outputs] bfloat16.
+    """
+    result = x.new_empty(len(x), outputs)
+    added = NOTHING if bias is None else as_array(bias)
+    _linear(as_array(x).view(np.int32), lines, added, as_array(result))
+    return result
+
+
+NOTHING = np.empty(0, np.uint16)
+"""In place of a bias or of a gain that there is not."""
+
+
+def warm_up() -> None:
+    """Compile the kernel now, so that no request waits for it (seconds, cached on disk)."""
+    match_torch_threads()
+    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), np.zeros((16, BLOCK), np.int32), BLOCK)
+
+
+@njit(**LOOPS)
+def whole_tiles(rows):
+    """Rows of a buffer that is the left side of :func:`block_products`; those beyond ``rows`` count for nothing."""
+    return (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE
+
+
+@njit(**LOOPS)
+def block_products(x, lines, block):
+    """[rows, 64] float32: the rows' products with one block of outputs.
+
+    Args:
+        x: [rows, inputs / 2] int32, pairs of bfloat16 numbers; whole tiles of rows.
+    """
+    rows, pairs = x.shape
+    sums = np.zeros((rows, BLOCK), np.float32)
+    own = lines[block * pairs : (block + 1) * pairs]
+    whole = pairs // _RUN * _RUN
+    for begin in range(0, whole, _RUN):
+        left, right = x[:, begin : begin + _RUN], own[begin : begin + _RUN]
+        for r in range(0, rows, ROWS_AT_ONCE):
+            tile_products(sums, r, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD)
+    for begin in range(whole, pairs, _SHORT_RUN):
+        left, right = x[:, begin : begin + _SHORT_RUN], own[begin : begin + _SHORT_RUN]
+        for r in range(0, rows, ROWS_AT_ONCE):
+            tile_products(sums, r, 0, left, right, _SHORT_RUN, ROWS_AT_ONCE, _VECTORS, _ADD)
+    return sums
+
+
+@njit(**LOOPS)
+def block_outputs(x, lines, block, bias, out):
+    """One block of the outputs of all rows, rounded, into ``out`` [rows, outputs] uint16."""
+    sums = block_products(x, lines, block)
+    first = block * BLOCK
+    end = min(first + BLOCK, out.shape[1])
+    for r in range(len(out)):
+        line = out[r, first:end]
+        if len(bias):
+            added = bias[first:end]
+            for j in range(len(line)):
+                line[j] = from_float32(sums[r, j] + to_float32(added[j]), line)
+        else:
+            for j in range(len(line)):
+                line[j] = from_float32(sums[r, j], line)
+
+
+@njit(parallel=True, **LOOPS)
+def _linear(x, lines, bias, out):
+    rows, pairs = x.shape
+    left = np.empty((whole_tiles(rows), pairs), np.int32)
+    for r in range(rows):
+        left[r] = x[r]
+    for block in prange(len(lines) // pairs):
+        block_outputs(left, lines, block, bias, out)

@@ -1,0 +1,53 @@
+"""Decode steps of a bfloat16 model, whose layers take few rows in two calls, against its prefill, whose do not."""
+
+import pytest
+from conftest import save_random_model
+
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
+from fathom.kernels.packed_linear_cpu import FEW_ROWS
+
+pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
+
+LAYERS, NEW_TOKENS = 4, 40
+PROMPTS = [[6 + (7 * i + 11 * j) % 150 for j in range(100 + i)] for i in range(3)]
+assert len(PROMPTS[0]) > FEW_ROWS
+
+
+def run(server, prompts, **options):
+    sampling = {"temperature": 0, "max_new_tokens": options.pop("new", NEW_TOKENS), "ignore_eos": True}
+    request = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True} | options
+    response = server.client.post("/generate", json=request)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "joined"),
+    [
+        ("Llama", {}, LAYERS),
+        ("Llama", {"intermediate_size": 96}, 0),  # gates do not fill whole blocks
+        ("Qwen2", {"hidden_size": 128}, LAYERS),  # its heads share the hidden size
+        ("Qwen3", {}, LAYERS),
+    ],
+)
+def test_decoding_says_what_prefill_says_of_the_same_tokens(start_server, tmp_path, family, changes, joined):
+    model = save_random_model(tmp_path, family, dtype="bfloat16", **changes)
+    server = start_server(model, "--dtype", "bfloat16", "--max-total-tokens", "4000")
+    assert server.engine()["joined_layers"] == joined
+    answers = run(server, PROMPTS)
+    server.flush()
+    whole = [prompt + answer["output_ids"] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    starts = [len(prompt) - 1 for prompt in PROMPTS]
+    judged = run(server, whole, new=1, logprob_start_len=starts)
+    differences = []
+    for tokens, answer, judge in zip(whole, answers, judged, strict=True):
+        assert judge["meta_info"]["cached_tokens"] == 0
+        own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        theirs = judge["meta_info"]["input_token_logprobs"][1:]
+        assert [entry[1] for entry in theirs] == tokens[-NEW_TOKENS:]
+        differences += [abs(a - b[0]) for a, b in zip(own, theirs, strict=True)]
+    assert max(differences) < 0.1
+    assert sum(differences) / len(differences) < 0.005
+    alone = run(server, PROMPTS[:1])[0]
+    assert alone["output_ids"] == answers[0]["output_ids"]
+    assert server.stop() == 0
