@@ -84,6 +84,8 @@ def as_lines(tensor: torch.Tensor) -> tuple[np.ndarray, int, int]:
         ValueError: when slots or heads are not a whole number of lines apart.
     """
     slots, heads, dim = tensor.shape
+    if tensor.is_contiguous():
+        return as_array(tensor).reshape(-1, dim), heads, 1
     (slot, slot_rest), (head, head_rest) = (divmod(stride, dim) for stride in tensor.stride()[:2])
     if slot_rest or head_rest or tensor.stride(2) != 1:
         raise ValueError(

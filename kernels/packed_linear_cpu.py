@@ -74,14 +74,38 @@ def packed_linear(
     return result
 
 
+def packed_rows(ids: torch.Tensor, lines: np.ndarray, outputs: int) -> torch.Tensor:
+    """Rows of the packed weight itself: the embedding whose weight is also the output matrix.
+
+    Args:
+        ids: [..] int64, each a row of the weight.
+        lines, outputs: as for :func:`packed_linear`.
+
+    Returns:
+        [.., inputs] bfloat16.
+
+    Raises:
+        IndexError: an id has no row.
+    """
+    flat = ids.reshape(-1).numpy()
+    if flat.size and (flat.min() < 0 or flat.max() >= outputs):
+        raise IndexError(f"id outside 0 .. {outputs - 1}")
+    pairs = len(lines) // -(-outputs // BLOCK)
+    result = torch.empty(len(flat), 2 * pairs, dtype=torch.bfloat16)
+    _rows(flat, lines, as_array(result).view(np.int32))
+    return result.view(*ids.shape, 2 * pairs)
+
+
 NOTHING = np.empty(0, np.uint16)
 """In place of a bias or of a gain that there is not."""
 
 
 def warm_up() -> None:
-    """Compile the kernel now, so that no request waits for it (seconds, cached on disk)."""
+    """Compile the kernels now, so that no request waits for them (seconds, cached on disk)."""
     match_torch_threads()
-    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), np.zeros((16, BLOCK), np.int32), BLOCK)
+    lines = np.zeros((16, BLOCK), np.int32)
+    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), lines, BLOCK)
+    packed_rows(torch.zeros(1, dtype=torch.int64), lines, BLOCK)
 
 
 @njit(**LOOPS)
@@ -137,3 +161,12 @@ def _linear(x, lines, bias, out):
         left[r] = x[r]
     for block in prange(len(lines) // pairs):
         block_outputs(left, lines, block, bias, out)
+
+
+@njit(parallel=True, **LOOPS)
+def _rows(ids, lines, out):
+    pairs = out.shape[1]
+    for r in prange(len(ids)):
+        first, column = ids[r] // BLOCK * pairs, ids[r] % BLOCK
+        for p in range(pairs):
+            out[r, p] = lines[first + p, column]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from fathom.kernels import paged_attention_cpu, prefill_attention_cpu
+from fathom.kernels import paged_attention_cpu, prefill_attention_cpu, store_kv_cpu
 from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
+from fathom.kernels.store_kv_cpu import store_kv
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import cpu_layers, cpu_linear, cpu_ops
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
@@ -133,6 +134,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         if self.bfloat16_products:
             prefill_attention_cpu.warm_up(*shape)
         cpu_ops.warm_up(config.dtype)
+        store_kv_cpu.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:
             cpu_linear.pack(model_runner.model)
             self.joined_layers = cpu_layers.join(model_runner.model)
@@ -176,6 +178,10 @@ class CpuAttentionBackend(SpanAttentionBackend):
                     window,
                     (_read(keys, before, dtype), _read(values, before, dtype)),
                 )
+
+    def store(self, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if not store_kv(k, v, self._pool(layer), slots):
+            super().store(layer, slots, k, v)
 
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
         if "write" not in span_view.cache:

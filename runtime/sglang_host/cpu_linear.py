@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from fathom.kernels import packed_linear_cpu
-from fathom.kernels.packed_linear_cpu import FEW_ROWS, blocks_of, packed_linear
+from fathom.kernels.packed_linear_cpu import FEW_ROWS, blocks_of, packed_linear, packed_rows
 
 TYPICAL_ROWS = 1024  # the layout that oneDNN chooses for this many rows serves any number
 
@@ -42,33 +42,53 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
+class PackedTiedMethod(PackedLinearMethod):
+    """The same for an output matrix that is also the embedding."""
+
+    def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
+        """[...] token ids to [..., width]."""
+        assert self.lines is not None, "only what can be read row by row is packed for both"
+        return packed_rows(input_, self.lines, self.outputs)
+
+
 def pack(model: torch.nn.Module) -> int:
-    """Pack every unquantised bfloat16 linear layer of a loaded model, and its output matrix if that is not also the
-    embedding and not asked for in float32; the number of matrices packed.
+    """Pack every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted
+    in float32; the number of matrices packed. One that is the embedding too serves both, packed.
     """
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
     owners = Counter(id(p) for module in modules for p in module._parameters.values())
     wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
-    layers: list[Any] = [
-        module
-        for module in modules
-        if _plain(module)
-        and module.weight.dtype == torch.bfloat16
-        and owners[id(module.weight)] == 1
-        and not (wide_head and isinstance(module, ParallelLMHead))
-    ]
-    for layer in layers:
-        layer.quant_method = PackedLinearMethod(layer.weight)
-        layer.weight.data = layer.weight.data.new_empty(0)
-    if any(layer.quant_method.lines is not None for layer in layers):
+    head = getattr(model, "lm_head", None)
+    packed = []
+    for module in modules:
+        kind = _method_for(module, module is head)
+        if (
+            kind is None
+            or module.weight.dtype != torch.bfloat16
+            or owners[id(module.weight)] > 1
+            or (wide_head and module is head)
+        ):
+            continue
+        method = kind(module.weight)
+        if kind is PackedTiedMethod and method.lines is None:
+            continue  # nobody could read a single row
+        module.quant_method = method
+        module.weight.data = module.weight.data.new_empty(0)
+        packed.append(method)
+    if any(method.lines is not None for method in packed):
         packed_linear_cpu.warm_up()
-    return len(layers)
+    return len(packed)
 
 
-def _plain(module: torch.nn.Module) -> bool:
+def _method_for(module: Any, is_head: bool) -> type[PackedLinearMethod] | None:
+    """What would multiply by the module's weight; None where it is quantised, or no matrix of a product."""
     method = type(getattr(module, "quant_method", None))
+    if isinstance(module, LinearBase):
+        return PackedLinearMethod if method is UnquantizedLinearMethod else None
+    if not is_head or method is not UnquantizedEmbeddingMethod:
+        return None
     if isinstance(module, ParallelLMHead):
-        return method is UnquantizedEmbeddingMethod
-    return isinstance(module, LinearBase) and method is UnquantizedLinearMethod
+        return PackedLinearMethod
+    return PackedTiedMethod if type(module) is VocabParallelEmbedding and module.tp_size == 1 else None

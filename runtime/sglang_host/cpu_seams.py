@@ -77,6 +77,21 @@ CPU_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "layers.quantization.unquant:UnquantizedEmbeddingMethod.embedding",
+        "replace",
+        "an embedding that is also the output matrix is read from the packed weight",
+        "layer input_",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.vocab_parallel_embedding:VocabParallelEmbedding._embed_local_shard",
+        "read",
+        "an embedding asks its quant_method in every call",
+        None,
+        lambda f: {"quant_method", "embedding"} <= set(f.__code__.co_names),
+    ),
+    relies_on(
+        SCHEDULER,
         "layers.linear:ColumnParallelLinear.forward",
         "read",
         "a linear layer asks its quant_method in every call",

@@ -95,6 +95,10 @@ class SpanAttentionBackend(AttentionBackend):
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
         """[rows] int64 on the pool's device: where the rows' keys and values go."""
 
+    def store(self, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values [rows, kv_heads, dim] to their slots of the layer's pool."""
+        self.kv_pool.set_kv_buffer(layer, slots, k, v)
+
     # --- SGLang's interface ---
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
@@ -206,5 +210,5 @@ class SpanAttentionBackend(AttentionBackend):
             )
         span_view = self.view_of(layer.layer_id)
         if save_kv_cache and k is not None:
-            self.kv_pool.set_kv_buffer(layer, self.slots_to_write(layer.layer_id, span_view), k, v)
+            self.store(layer, self.slots_to_write(layer.layer_id, span_view), k, v)
         return span_view

@@ -11,6 +11,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.rms_norm import rms_norm_reference
 from fathom.runtime.sglang_host import cpu_linear
 from fathom.runtime.sglang_host.cpu_ops import forward_rms_norm
@@ -66,6 +67,7 @@ ONE_POOL = """
 import ctypes, os
 import torch
 torch.set_num_threads(2)
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.rms_norm import rms_norm, warm_up
 
 def threads():
@@ -104,29 +106,35 @@ def test_float32_weights_stay_as_they_are():
 
 
 class Model(torch.nn.Module):
-    """An embedding, an output matrix, and what SGLang computes logits with."""
+    """An embedding, an output matrix, and what SGLang computes logits with.
 
-    def __init__(self, tied: bool, wide: bool) -> None:
+    Args:
+        tied: "" for a matrix of its own, "weight" for one that shares the embedding's weight, "module" for one that
+            is the embedding, as in SGLang's Llama and Qwen.
+        wide: whether logits are asked for in float32.
+    """
+
+    def __init__(self, tied: str, wide: bool, width: int = 48) -> None:
         super().__init__()
         options = {"params_dtype": torch.bfloat16, "enable_tp": False, "use_attn_tp_group": False}
-        self.embedding = VocabParallelEmbedding(100, 48, **options)
-        self.lm_head = ParallelLMHead(100, 48, **options)
-        torch.nn.init.normal_(self.embedding.weight)
-        torch.nn.init.normal_(self.lm_head.weight)
-        if tied:
+        self.embedding = VocabParallelEmbedding(100, width, **options)
+        self.lm_head = self.embedding if tied == "module" else ParallelLMHead(100, width, **options)
+        for part in (self.embedding, self.lm_head):
+            torch.nn.init.normal_(part.weight)
+        if tied == "weight":
             self.lm_head.weight = self.embedding.weight
         self.logits_processor = torch.nn.Module()
         self.logits_processor.use_fp32_lm_head = wide
+        self.logits_processor.rl_on_policy_target = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return LogitsProcessor._compute_lm_head(self.logits_processor, hidden, self.lm_head)
 
 
-@pytest.mark.parametrize(("tied", "wide"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("tied", "wide"), [("", False), ("weight", False), ("", True)])
 def test_the_output_matrix_is_packed_where_nothing_else_reads_it(tied, wide):
     torch.manual_seed(2)
     model = Model(tied, wide)
-    model.logits_processor.rl_on_policy_target = None
     hidden = torch.randn(5, 48).to(torch.bfloat16)
     want = model(hidden)
     plain = not tied and not wide
@@ -136,6 +144,25 @@ def test_the_output_matrix_is_packed_where_nothing_else_reads_it(tied, wide):
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     assert model.embedding.weight.shape == (128, 48)
+
+
+@pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
+@pytest.mark.parametrize(("width", "wide", "packed"), [(64, False, 1), (48, False, 0), (64, True, 0)])
+def test_an_output_matrix_that_is_the_embedding_serves_both(width, wide, packed):
+    """Only a layout that can be read row by row is packed: 48 inputs are not whole runs of pairs."""
+    torch.manual_seed(3)
+    model = Model("module", wide, width)
+    hidden = [torch.randn(rows, width).to(torch.bfloat16) for rows in (1, 5, 70)]
+    ids = torch.tensor([[0, 99, 63], [64, 0, 1]])
+    want, rows = [model(x) for x in hidden], model.embedding.weight[ids]
+    assert cpu_linear.pack(model) == packed
+    assert model.embedding.weight.numel() == (0 if packed else 128 * width)
+    for x, expected in zip(hidden, want, strict=True):
+        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+    method = model.embedding.quant_method
+    assert torch.equal(method.embedding(model.embedding, ids), rows)
+    with pytest.raises(IndexError):
+        method.embedding(model.embedding, torch.tensor([128]))
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> ReplicatedLinear:

@@ -1,0 +1,56 @@
+"""New keys and values into their slots of a layer's pool, on the CPU, both in one call."""
+
+import torch
+from numba import njit, prange
+
+from fathom.kernels.numba_cpu import DTYPES, LOOPS, SERIAL_ELEMENTS, as_array, match_torch_threads
+
+
+def store_kv(
+    keys: torch.Tensor, values: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+) -> bool:
+    """Copy each row to its slot.
+
+    Args:
+        keys: [rows, kv_heads, head_dim], values: [rows, kv_heads, value_dim], contiguous; float32, bfloat16 or
+            float16.
+        pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim], contiguous, same dtype.
+        slots: [rows] int64, no two alike.
+
+    Returns:
+        False where the kernel does not take these layouts or dtypes; nothing is written then.
+
+    Raises:
+        IndexError: a slot is outside the pool; nothing is written.
+    """
+    tensors = (keys, values, *pool)
+    dtype = keys.dtype
+    if dtype not in DTYPES or any(x.dtype != dtype or not x.is_contiguous() for x in tensors):
+        return False
+    rows = [as_array(x).reshape(len(x), x.shape[1] * x.shape[2]) for x in tensors]
+    if not _store(*rows, slots.numpy()):
+        raise IndexError(f"slot outside 0 .. {len(pool[0]) - 1}")
+    return True
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile for this dtype now, so that no request waits for it (cached on disk)."""
+    match_torch_threads()
+    one = torch.zeros(1, 1, 1, dtype=dtype)
+    store_kv(one, one, (one.clone(), one.clone()), torch.zeros(1, dtype=torch.int64))
+
+
+@njit(parallel=True, **LOOPS)
+def _store(keys, values, key_pool, value_pool, slots):
+    for slot in slots:
+        if slot < 0 or slot >= len(key_pool):
+            return False
+    if keys.size + values.size <= SERIAL_ELEMENTS:
+        for r in range(len(slots)):
+            key_pool[slots[r]] = keys[r]
+            value_pool[slots[r]] = values[r]
+    else:
+        for r in prange(len(slots)):
+            key_pool[slots[r]] = keys[r]
+            value_pool[slots[r]] = values[r]
+    return True
