@@ -14,6 +14,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from fathom.kernels.numba_cpu import ask_for
+
 LANES = 32
 """Lines of bfloat16 products are whole multiples of so many elements."""
 
@@ -81,7 +83,7 @@ def multiply_add(builder, sums, a, b):
 
 
 @intrinsic(prefer_literal=True)
-def tile_products(typing_context, sums, row, column, left, right, pairs, rows, vectors, add):
+def tile_products(typing_context, sums, row, column, left, right, pairs, rows, vectors, add, ahead):
     """``sums[row + r, column + c] = left[row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.
 
     Args:
@@ -89,10 +91,11 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
         left: [.., pairs] int32, each a pair of bfloat16 numbers; right: [pairs, ..] int32.
         pairs, rows, vectors: constants of the kernel; the tile is ``rows`` times ``16 * vectors``.
         add: constant 1 to add to what is there.
+        ahead: constant; the cache lines of ``right`` so many pairs ahead are asked for on the way. 0 for none.
     """
 
     def codegen(context, builder, signature, args):
-        s, r0, c0, a, b, p, r, v, accumulate = signature.args
+        s, r0, c0, a, b, p, r, v, accumulate, later = signature.args
         word = ir.IntType(64)
         zero = (context.get_constant(types.intp, 0), types.intp)
         first, column = context.cast(builder, args[1], r0, types.intp), (args[2], c0)
@@ -111,6 +114,10 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
         ]
         with cgutils.for_range(builder, word(p.literal_value)) as loop:
             place = pointer_to(context, builder, args[4], b, [(loop.index, types.intp), column], PAIRS)
+            if later.literal_value:
+                far = builder.gep(place, [word(later.literal_value * width)])
+                for j in range(width):
+                    ask_for(builder, offset(builder, far, j))
             others = [builder.load(offset(builder, place, j), align=4) for j in range(width)]
             for i, line in enumerate(lefts):
                 x = spread(builder, builder.load(builder.gep(line, [loop.index]), align=4), 16)
@@ -121,5 +128,6 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
                 builder.store(builder.load(tile[i * width + j]), offset(builder, output, j), align=4)
         return context.get_dummy_value()
 
-    if all(isinstance(constant, types.IntegerLiteral) for constant in (pairs, rows, vectors, add)):
-        return types.void(sums, row, column, left, right, pairs, rows, vectors, add), codegen
+    constants = pairs, rows, vectors, add, ahead
+    if all(isinstance(constant, types.IntegerLiteral) for constant in constants):
+        return types.void(sums, row, column, left, right, *constants), codegen

@@ -121,15 +121,19 @@ def prefetch(typing_context, array, line, element):
         view = arrayobj.make_array(kind)(context, builder, args[0])
         index = [context.cast(builder, value, given, types.intp) for given, value in numbers]
         place = cgutils.get_item_pointer(context, builder, kind, view, index, wraparound=False)
-        byte = ir.PointerType(ir.IntType(8))
-        number = ir.IntType(32)
-        wants = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, wants, "llvm.prefetch.p0i8")
-        read, keep, data = _constant(0), _constant(2), _constant(1)
-        builder.call(function, [builder.bitcast(place, byte), read, keep, data])
+        ask_for(builder, place)
         return context.get_dummy_value()
 
     return types.void(array, line, element), codegen
+
+
+def ask_for(builder, place):
+    """What :func:`prefetch` does, for other intrinsics: the cache line at a pointer."""
+    byte, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+    wants = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, wants, "llvm.prefetch.p0i8")
+    read, keep, data = _constant(0), _constant(2), _constant(1)
+    builder.call(function, [builder.bitcast(place, byte), read, keep, data])
 
 
 def _constant(value: int) -> ir.Constant:

@@ -21,8 +21,9 @@ ROWS_AT_ONCE = 4
 FEW_ROWS = 32
 """Up to so many rows this is faster than oneDNN's own product."""
 
-# Pairs of inputs whose sums stay in registers; the shorter run is for the rest of a line.
-_RUN, _SHORT_RUN = 128, 16
+# Pairs of inputs whose sums stay in registers. With several tiles of rows, runs are short, and the last tile asks
+# for what comes later: by themselves, the processor's prefetchers rest while the other tiles are computed.
+_LONG_RUN, _RUN, _AHEAD = 128, 16, 32
 _VECTORS = BLOCK // 16
 _ADD = 1
 
@@ -41,7 +42,7 @@ def blocks_of(packed: torch.Tensor, weight: torch.Tensor) -> np.ndarray | None:
     outputs, inputs = weight.shape
     count, pairs = -(-outputs // BLOCK), inputs // 2
     size = count * BLOCK * inputs * weight.itemsize
-    fits = inputs % (2 * _SHORT_RUN) == 0 and has_bfloat16_products()
+    fits = inputs % (2 * _RUN) == 0 and has_bfloat16_products()
     if not fits or torch.ops.mkldnn._nbytes(packed) != size:
         return None
     memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -124,15 +125,17 @@ def block_products(x, lines, block):
     rows, pairs = x.shape
     sums = np.zeros((rows, BLOCK), np.float32)
     own = lines[block * pairs : (block + 1) * pairs]
-    whole = pairs // _RUN * _RUN
-    for begin in range(0, whole, _RUN):
+    last, done = rows - ROWS_AT_ONCE, 0
+    if last == 0:
+        for begin in range(0, pairs - _LONG_RUN + 1, _LONG_RUN):
+            left, right = x[:, begin : begin + _LONG_RUN], own[begin : begin + _LONG_RUN]
+            tile_products(sums, 0, 0, left, right, _LONG_RUN, ROWS_AT_ONCE, _VECTORS, _ADD, 0)
+        done = pairs // _LONG_RUN * _LONG_RUN
+    for begin in range(done, pairs, _RUN):
         left, right = x[:, begin : begin + _RUN], own[begin : begin + _RUN]
-        for r in range(0, rows, ROWS_AT_ONCE):
-            tile_products(sums, r, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD)
-    for begin in range(whole, pairs, _SHORT_RUN):
-        left, right = x[:, begin : begin + _SHORT_RUN], own[begin : begin + _SHORT_RUN]
-        for r in range(0, rows, ROWS_AT_ONCE):
-            tile_products(sums, r, 0, left, right, _SHORT_RUN, ROWS_AT_ONCE, _VECTORS, _ADD)
+        for r in range(0, last, ROWS_AT_ONCE):
+            tile_products(sums, r, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD, 0)
+        tile_products(sums, last, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD, _AHEAD)
     return sums
 
 

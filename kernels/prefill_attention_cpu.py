@@ -157,7 +157,7 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
                 if n < block:
                     value_pairs[(n + 1) // 2 :] = 0
                 for x in range(0, whole, at_once):
-                    tile_products(scores, x, 0, q, key_pairs, pairs, at_once, key_vectors, 0)
+                    tile_products(scores, x, 0, q, key_pairs, pairs, at_once, key_vectors, 0, 0)
                 # Whether some query of the tile does not see all keys of the block.
                 partly = begin + block > end - count + 1 or end - 1 - reach > begin
                 for x in range(rows):
@@ -181,6 +181,7 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
                             at_once,
                             value_vectors,
                             1,
+                            0,
                         )
             for x in range(rows):
                 result, factor = output[at + x // group, h * group + x % group], np.float32(1) / total[x]
