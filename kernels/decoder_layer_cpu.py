@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.numba_cpu import LOOPS, as_array, match_torch_threads
-from fathom.kernels.packed_linear_cpu import BLOCK, NOTHING, block_outputs, whole_tiles
+from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads
+from fathom.kernels.packed_linear_cpu import BLOCK, NOTHING, block_outputs, block_products, whole_tiles
 from fathom.kernels.rms_norm import add_norm_row, norm_row
 from fathom.kernels.rotary import turn_token
 from fathom.kernels.silu_and_mul import silu_row
@@ -209,12 +209,14 @@ def _after(attended, residual, output, gain, epsilon, gate_up, down, hidden, tot
     gates = len(gate_up) // inner.shape[1] // 2
     active = np.empty((tiles, gates * BLOCK), np.uint16)
     for block in prange(gates):
-        gate = np.empty((rows, BLOCK), np.uint16)
-        up = np.empty((rows, BLOCK), np.uint16)
-        block_outputs(inner, gate_up[block * inner.shape[1] :], 0, none, gate)
-        block_outputs(inner, gate_up[(gates + block) * inner.shape[1] :], 0, none, up)
+        gate = block_products(inner, gate_up, block)
+        up = block_products(inner, gate_up, gates + block)
+        both = np.empty((2, BLOCK), np.uint16)
         for r in range(rows):
-            silu_row(gate[r], up[r], active[r, block * BLOCK : block * BLOCK + BLOCK])
+            for j in range(BLOCK):
+                both[0, j] = from_float32(gate[r, j], both)
+                both[1, j] = from_float32(up[r, j], both)
+            silu_row(both[0], both[1], active[r, block * BLOCK : block * BLOCK + BLOCK])
     pairs = active.view(np.int32)
     for block in prange(len(down) // pairs.shape[1]):
         block_outputs(pairs, down, block, none, hidden)
