@@ -64,12 +64,9 @@ def pack(model: torch.nn.Module) -> int:
     packed = []
     for module in modules:
         kind = _method_for(module, module is head)
-        if (
-            kind is None
-            or module.weight.dtype != torch.bfloat16
-            or owners[id(module.weight)] > 1
-            or (wide_head and module is head)
-        ):
+        if kind is None or module.weight.dtype != torch.bfloat16 or owners[id(module.weight)] > 1:
+            continue
+        if wide_head and not isinstance(module, LinearBase):
             continue
         method = kind(module.weight)
         if kind is PackedTiedMethod and method.lines is None:
@@ -87,8 +84,9 @@ def _method_for(module: Any, is_head: bool) -> type[PackedLinearMethod] | None:
     method = type(getattr(module, "quant_method", None))
     if isinstance(module, LinearBase):
         return PackedLinearMethod if method is UnquantizedLinearMethod else None
-    if not is_head or method is not UnquantizedEmbeddingMethod:
+    if method is not UnquantizedEmbeddingMethod:
         return None
     if isinstance(module, ParallelLMHead):
         return PackedLinearMethod
-    return PackedTiedMethod if type(module) is VocabParallelEmbedding and module.tp_size == 1 else None
+    tied = is_head and type(module) is VocabParallelEmbedding and module.tp_size == 1
+    return PackedTiedMethod if tied else None
