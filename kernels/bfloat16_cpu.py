@@ -91,7 +91,8 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
         left: [.., pairs] int32, each a pair of bfloat16 numbers; right: [pairs, ..] int32.
         pairs, rows, vectors: constants of the kernel; the tile is ``rows`` times ``16 * vectors``.
         add: constant 1 to add to what is there.
-        ahead: constant; the cache lines of ``right`` so many pairs ahead are asked for on the way. 0 for none.
+        ahead: constant; of a ``right`` that is as wide as the tile, the cache lines so many pairs ahead are asked
+            for on the way. 0 for none.
     """
 
     def codegen(context, builder, signature, args):

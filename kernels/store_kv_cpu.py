@@ -15,7 +15,7 @@ def store_kv(
         keys: [rows, kv_heads, head_dim], values: [rows, kv_heads, value_dim], contiguous; float32, bfloat16 or
             float16.
         pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim], contiguous, same dtype.
-        slots: [rows] int64, no two alike.
+        slots: [rows] int64; where two are alike, either row may be the one that stays.
 
     Returns:
         False where the kernel does not take these layouts or dtypes; nothing is written then.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import paged_problem
+from paged import assert_fair, paged_problem
 
 from fathom.kernels import paged_attention_cpu
 from fathom.kernels.extend_attention import extend_attention, extend_attention_reference, merge_segments
@@ -120,6 +120,7 @@ def test_tasks_cover_each_visible_key_once(requests, kv_heads, window):
         for head in range(kv_heads):
             assert seen[request, head] == list(range(entry[request] + first, entry[request + 1]))
     assert runs == {pair: -(-len(keys) // KEYS_PER_TASK) for pair, keys in seen.items()}
+    assert_fair(tasks)
     assert tasks.first[0] == 0 and tasks.first[-1] == len(tasks.request)
     for request, (begin, end) in enumerate(pairwise(tasks.first)):
         assert (tasks.request[begin:end] == request).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import assert_fair
 
 from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.pack_segment import pack_segment
@@ -145,6 +146,7 @@ def test_tasks_cover_both_segments_once(requests, kv_heads):
         want = [(-1, 7 + i) for i in range(held)] + [(request, begin + i) for i in range(count)]
         for head in range(kv_heads):
             assert seen[request, head] == want
+    assert_fair(tasks)
     for request, (begin, end) in enumerate(pairwise(tasks.first)):
         assert end > begin and (tasks.request[begin:end] == request).all()
 
