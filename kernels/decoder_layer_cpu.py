@@ -12,7 +12,14 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads
-from fathom.kernels.packed_linear_cpu import BLOCK, NOTHING, block_outputs, block_products, whole_tiles
+from fathom.kernels.packed_linear_cpu import (
+    BLOCK,
+    NOTHING,
+    block_outputs,
+    block_products,
+    in_whole_tiles,
+    whole_tiles,
+)
 from fathom.kernels.rms_norm import add_norm_row, norm_row
 from fathom.kernels.rotary import turn_token
 from fathom.kernels.silu_and_mul import silu_row
@@ -195,9 +202,7 @@ def _before(
 def _after(attended, residual, output, gain, epsilon, gate_up, down, hidden, total):
     rows, width = hidden.shape
     tiles = whole_tiles(rows)
-    left = np.empty((tiles, attended.shape[1]), np.int32)
-    for r in range(rows):
-        left[r] = attended[r]
+    left = in_whole_tiles(attended)
     projected = np.empty((rows, width), np.uint16)
     none = np.empty(0, np.uint16)
     for block in prange(len(output) // attended.shape[1]):

@@ -116,6 +116,16 @@ def whole_tiles(rows):
 
 
 @njit(**LOOPS)
+def in_whole_tiles(x):
+    """A copy of [rows, inputs / 2] int32 that is such a left side."""
+    rows, pairs = x.shape
+    left = np.empty((whole_tiles(rows), pairs), np.int32)
+    for r in range(rows):
+        left[r] = x[r]
+    return left
+
+
+@njit(**LOOPS)
 def block_products(x, lines, block):
     """[rows, 64] float32: the rows' products with one block of outputs.
 
@@ -158,10 +168,7 @@ def block_outputs(x, lines, block, bias, out):
 
 @njit(parallel=True, **LOOPS)
 def _linear(x, lines, bias, out):
-    rows, pairs = x.shape
-    left = np.empty((whole_tiles(rows), pairs), np.int32)
-    for r in range(rows):
-        left[r] = x[r]
+    left, pairs = in_whole_tiles(x), x.shape[1]
     for block in prange(len(lines) // pairs):
         block_outputs(left, lines, block, bias, out)
 
