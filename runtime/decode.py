@@ -110,7 +110,7 @@ class Outcome:
 class SlowFast:
     """The requests that decode slow and fast, by the engine's row."""
 
-    def __init__(self, shape: Shape, options: SfiOptions, triggers: torch.Tensor) -> None:
+    def __init__(self, shape: Shape, options: SfiOptions, triggers: np.ndarray) -> None:
         """
         Args:
             triggers: [vocabulary] bool, the tokens after which a step is slow.
@@ -138,12 +138,12 @@ class SlowFast:
         memory = shape.evidence_bytes(options, slots)
         self.ring = EvidenceRing(slots, shape.heads, shape.kv_heads, memory, shape.device)
         self.executor = RefreshExecutor(lanes, slots)
-        self.start = torch.full((shape.rows,), -1, dtype=torch.int64)
-        self.held = torch.full((self.spans, shape.rows), -1, dtype=torch.int64)
-        self.refreshed = torch.zeros(shape.rows, dtype=torch.bool)
-        self.frozen = torch.zeros(shape.rows, dtype=torch.bool)
+        self.start = np.full(shape.rows, -1)
+        self.held = np.full((self.spans, shape.rows), -1)
+        self.refreshed = np.zeros(shape.rows, bool)
+        self.frozen = np.zeros(shape.rows, bool)
         # Columns: recent tokens, entries to choose, seed of a choice at random or -1.
-        self.reading = torch.zeros(shape.rows, 3, dtype=torch.int64)
+        self.reading = np.zeros((shape.rows, 3), np.int64)
         self.seen: dict[int, int] = {}  # by row: generated tokens that its phase accounts for
         self.totals = {"slow_steps": 0, "fast_steps": 0, "mixed_steps": 0, "dense_fallbacks": 0} | {
             f"{cause}_refreshes": 0 for cause in CAUSES
@@ -205,23 +205,23 @@ class SlowFast:
         fresh = [entry for entry in entries if entry.row not in self.seen]
         if old:
             new = [list(entry.tokens[self.seen[entry.row] :]) for entry in old]  # type: ignore[index]
-            counts = torch.tensor([len(tokens) for tokens in new])
-            ids = torch.zeros(len(new), int(counts.max()), dtype=torch.int64)
+            counts = np.array([len(tokens) for tokens in new])
+            ids = np.zeros((len(new), counts.max()), np.int64)
             for line, tokens in zip(ids, new, strict=True):
-                line[: len(tokens)] = torch.tensor(tokens)
-            rows = torch.tensor([entry.row for entry in old])
+                line[: len(tokens)] = tokens
+            rows = np.array([entry.row for entry in old])
             self.phases.advance(rows, self.refreshed[rows], ids, counts)
         if fresh:
-            rows = torch.tensor([entry.row for entry in fresh])
-            last = torch.tensor([entry.tokens[-1] for entry in fresh])  # type: ignore[index]
-            self.phases.admit(rows, last, torch.zeros(len(fresh), dtype=torch.bool))
+            rows = np.array([entry.row for entry in fresh])
+            last = np.array([entry.tokens[-1] for entry in fresh])  # type: ignore[index]
+            self.phases.admit(rows, last, np.zeros(len(fresh), bool))
             for row in rows.tolist():
                 start = self.runs.acquire(row)
                 self.start[row] = -1 if start is None else start
                 self.totals["dense_fallbacks"] += start is None
             self.held[:, rows] = -1
-            self.frozen[rows] = torch.tensor([entry.reading.rule == FROZEN for entry in fresh])
-            self.reading[rows] = torch.tensor([self._numbers(entry.reading) for entry in fresh])
+            self.frozen[rows] = [entry.reading.rule == FROZEN for entry in fresh]
+            self.reading[rows] = [self._numbers(entry.reading) for entry in fresh]
         for entry in entries:
             self.seen[entry.row] = len(entry.tokens)  # type: ignore[arg-type]
 
@@ -257,7 +257,7 @@ class SpanStep:
     """
 
     step: SfiStep
-    held: torch.Tensor
+    held: np.ndarray
     table: torch.Tensor
     width: int
 
@@ -280,10 +280,10 @@ class Step:
             segments: [len(entries)] as in :meth:`SlowFast.begin`.
         """
         self.state, self.segments = state, segments
-        self.rows = torch.tensor([entry.row for entry in entries], dtype=torch.int64)
-        self.lengths = torch.tensor([entry.length for entry in entries])
-        self.alternates = torch.tensor([entry.tokens is not None for entry in entries])
-        self.start = torch.where(self.alternates, state.start[self.rows], -1)
+        self.rows = np.array([entry.row for entry in entries])
+        self.lengths = np.array([entry.length for entry in entries])
+        self.alternates = np.array([entry.tokens is not None for entry in entries])
+        self.start = np.where(self.alternates, state.start[self.rows], -1)
         self.slow = ~self.alternates | (self.start < 0) | state.phases.slow(self.rows)
         settled = state.frozen[self.rows] & ~state.phases.stale(self.rows)
         asking = self.slow & (self.start >= 0) & ~settled
@@ -295,12 +295,10 @@ class Step:
         self.capacity = int((self.evidence >= 0).sum())
         self.at_random = bool((state.reading[self.rows, 2] >= 0).any())
         counts = np.array([1 + entry.drafted for entry in entries])
-        several = torch.from_numpy(counts > 1)
-        assert not (self.slow & (self.start >= 0) & several).any(), "a slow step has one row"
+        assert not (self.slow & (self.start >= 0) & (counts > 1)).any(), "a slow step has one row"
         # Of each query row its request, and the rows of that request behind it.
-        owner, last = np.repeat(np.arange(len(entries)), counts), np.cumsum(counts) - 1
-        self.owner, self.last = torch.from_numpy(owner), torch.from_numpy(last)
-        self.behind = torch.from_numpy(last[owner] - np.arange(len(owner)))
+        self.owner, self.last = np.repeat(np.arange(len(entries)), counts), np.cumsum(counts) - 1
+        self.behind = self.last[self.owner] - np.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
         # Spans whose tables are as long and as packed as another's share its plan.
         self.plans: dict[tuple[int, ...], tuple[SfiStep, SfiStep]] = {}
@@ -346,29 +344,28 @@ class Step:
 
     def _plan(self, span: int, view: SpanView) -> SpanStep:
         state = self.state
-        lengths = torch.from_numpy(np.diff(view.entry)[self.segments])
+        lengths = np.diff(view.entry)[self.segments]
         held = state.held[span, self.rows]
         key = (*lengths.tolist(), *held.tolist())
         if key not in self.plans:
             self.plans[key] = self._plan_tables(lengths, held)
         on_host, on_device = self.plans[key]
         # What the descriptor does not name is never read, and a long table not even touched.
-        table = np.empty((len(self), int(lengths.max())), np.int32)
+        table = np.empty((len(self), lengths.max()), np.int32)
         segments = np.arange(len(view.entry) - 1)[self.segments]
         for line, begin, end, *_ in on_host.plan.packed.tolist():
             table[line, begin:end] = view.part(segments[line], begin, end)
-        taken = on_host.refresh.rows[on_host.refresh.rows >= 0]
-        width = int(lengths[taken].max()) if len(taken) else 1
+        width = max((int(lengths[row]) for row in on_host.refresh.rows.tolist() if row >= 0), default=1)
         return SpanStep(on_device, on_host.held, send(table, state.shape.device), width)
 
-    def _plan_tables(self, lengths: torch.Tensor, held: torch.Tensor) -> tuple[SfiStep, SfiStep]:
+    def _plan_tables(self, lengths: np.ndarray, held: np.ndarray) -> tuple[SfiStep, SfiStep]:
         """The plan for page tables of these lengths, on the host and on the device.
 
         Args:
             lengths, held: [requests] entries of the table and of the compact run, -1 where nothing is packed.
         """
         state, owner = self.state, self.owner
-        recent, selected, seed = state.reading[self.rows][owner].unbind(-1)
+        recent, selected, seed = state.reading[self.rows][owner].T
         step = plan_span(
             owner,
             lengths[owner] - self.behind,
@@ -379,7 +376,7 @@ class Step:
             self.capacity,
             state.shape.kv_heads,
             state.config,
-            Reads(recent, selected, torch.where(self.alternates[owner], seed, -1), self.lengths[owner]),
+            Reads(recent, selected, np.where(self.alternates[owner], seed, -1), self.lengths[owner]),
         )
         return step, step.on(state.shape.device)
 
@@ -412,8 +409,8 @@ class Step:
         causes = state.phases.cause(rows).tolist()
         for span, plan in self.spans.items():
             held = plan.held[self.last]
-            state.held[span, rows] = torch.where(self.alternates, held, state.held[span, rows])
-        state.refreshed[rows] = torch.where(self.alternates, self.refreshed, state.refreshed[rows])
+            state.held[span, rows] = np.where(self.alternates, held, state.held[span, rows])
+        state.refreshed[rows] = np.where(self.alternates, self.refreshed, state.refreshed[rows])
         state.refresh_seconds += self.seconds
         share = self.seconds / max(self.capacity, 1)
         found: list[Outcome | None] = []

@@ -6,6 +6,7 @@ candidates of a request are one range ``[begin, end)``: everything but its sink 
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fathom.kernels.murmur_hash import murmur_hash32
@@ -28,16 +29,16 @@ class Selection:
 
 
 def candidates(
-    lengths: torch.Tensor, config: SfiConfig, recent: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths: np.ndarray, config: SfiConfig, recent: np.ndarray | int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Ranges [begin, end) of the candidate indices J (Eq. 2); empty ones have begin == end.
 
     Args:
         lengths: [requests] entries in the table, the current token included.
         recent: [requests] recent tokens of each request; None for the configuration's number.
     """
-    end = (lengths - (config.recent if recent is None else recent)).clamp(min=0)
-    return torch.full_like(end, config.sink).minimum(end), end
+    end = np.maximum(lengths - (config.recent if recent is None else recent), 0)
+    return np.minimum(end, config.sink), end
 
 
 HEAD_SHIFT = 24

@@ -1,14 +1,15 @@
 """One decode step under SFI as data: what each request reads, and whose selection is renewed.
 
-All tensors stay on the device and all shapes follow from the host's numbers, so nothing here waits for a GPU.
+A step is planned on the host, from the host's numbers, and sent to the device as a whole: nothing waits for a GPU.
 """
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 from fathom.kernels.pack_segment import pack_segment
-from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, plan_segments
+from fathom.kernels.two_segment_attention import FIELDS, Evidence, SegmentPlan
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.selector import Selection, candidates, random_scores, select
 from fathom.runtime.staging import send
@@ -36,6 +37,10 @@ class RefreshBatch:
     length: torch.Tensor | None = None
 
 
+NOBODY = RefreshBatch(*torch.zeros(7, 0, dtype=torch.int64))
+"""Of a step that renews no selection."""
+
+
 @dataclass(frozen=True)
 class Reads:
     """What the rows' own requests say of the server's numbers. All [batch] int64.
@@ -46,16 +51,16 @@ class Reads:
         length: tokens of the request.
     """
 
-    recent: torch.Tensor
-    selected: torch.Tensor
-    seed: torch.Tensor
-    length: torch.Tensor
+    recent: np.ndarray
+    selected: np.ndarray
+    seed: np.ndarray
+    length: np.ndarray
 
     @classmethod
-    def same(cls, lengths: torch.Tensor, config: SfiConfig) -> "Reads":
+    def same(cls, lengths: np.ndarray, config: SfiConfig) -> "Reads":
         """The server's numbers for all rows."""
         recent, selected, seed = (
-            torch.full_like(lengths, value) for value in (config.recent, config.selected, -1)
+            np.full_like(lengths, value) for value in (config.recent, config.selected, -1)
         )
         return cls(recent, selected, seed, lengths)
 
@@ -72,8 +77,8 @@ class SfiStep:
     """
 
     plan: SegmentPlan
-    refreshed: torch.Tensor
-    held: torch.Tensor
+    refreshed: np.ndarray
+    held: np.ndarray
     refresh: RefreshBatch
 
     def on(self, device: torch.device | str) -> "SfiStep":
@@ -85,12 +90,12 @@ class SfiStep:
             name: send(held, device) for name in names if (held := getattr(self.refresh, name)) is not None
         }
         plan = SegmentPlan(send(self.plan.packed, device), self.plan.kv_heads)
-        return SfiStep(plan, send(self.refreshed, device), send(self.held, device), RefreshBatch(**moved))
+        return SfiStep(plan, self.refreshed, self.held, RefreshBatch(**moved))
 
 
 def grant_evidence(
-    slow: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor, capacity: int, config: SfiConfig
-) -> torch.Tensor:
+    slow: np.ndarray, start: np.ndarray, lengths: np.ndarray, capacity: int, config: SfiConfig
+) -> np.ndarray:
     """Whose selection a step renews: [batch] int64 row of the evidence, -1 for the others.
 
     The first ``capacity`` slow rows that have a compact buffer and all their sink tokens; the others stay slow
@@ -100,16 +105,16 @@ def grant_evidence(
         slow, start: as in :func:`plan_step`; lengths: [batch] tokens of each request, the current one included.
     """
     wanted = slow & (start >= 0) & (lengths >= config.sink)
-    place = wanted.cumsum(0) - 1
-    return torch.where(wanted & (place < capacity), place, -1)
+    place = wanted.cumsum() - 1
+    return np.where(wanted & (place < capacity), place, -1)
 
 
 def plan_step(
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    slow: torch.Tensor,
-    start: torch.Tensor,
-    held: torch.Tensor,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    slow: np.ndarray,
+    start: np.ndarray,
+    held: np.ndarray,
     capacity: int,
     kv_heads: int,
     config: SfiConfig,
@@ -126,17 +131,17 @@ def plan_step(
         capacity: rows of the evidence.
     """
     evidence = grant_evidence(slow, start, lengths, capacity, config)
-    reads = Reads.same(lengths.long(), config)
+    reads = Reads.same(lengths, config)
     return plan_span(rows, lengths, slow, start, held, evidence, capacity, kv_heads, config, reads)
 
 
 def plan_span(
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    slow: torch.Tensor,
-    start: torch.Tensor,
-    held: torch.Tensor,
-    evidence: torch.Tensor,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    slow: np.ndarray,
+    start: np.ndarray,
+    held: np.ndarray,
+    evidence: np.ndarray,
     capacity: int,
     kv_heads: int,
     config: SfiConfig,
@@ -152,33 +157,37 @@ def plan_span(
             this span; ``held`` is -1 for a table that is not packed. Several rows may be of one request, each
             with the length of the table up to its own token.
     """
-    lengths, start, held = lengths.long(), start.long(), held.long()
     dense = slow | (start < 0) | (held < 0)
     refreshed = evidence >= 0
     complete = lengths >= config.sink
     packed = refreshed & complete
-    first, last = candidates(lengths, config, reads.recent)
 
-    begin = torch.where(dense, 0, (lengths - reads.recent).clamp(min=config.sink)).minimum(lengths)
-    length = torch.where(dense, 0, held)
-    kept = torch.where(packed, evidence, -1)
-    plan = plan_segments(rows, begin, lengths, start.clamp(min=0), length, kept, kv_heads)
+    descriptor = np.empty((len(rows), len(FIELDS)), np.int32)
+    recent = np.maximum(lengths - reads.recent, config.sink)
+    descriptor[:, 0] = rows
+    descriptor[:, 1] = np.minimum(np.where(dense, 0, recent), lengths)
+    descriptor[:, 2] = lengths
+    descriptor[:, 3] = np.maximum(start, 0)
+    descriptor[:, 4] = np.where(dense, 0, held)
+    descriptor[:, 5] = np.where(packed, evidence, -1)
+    plan = SegmentPlan(torch.from_numpy(descriptor), kv_heads)
+    if capacity == 0:
+        return SfiStep(plan, refreshed, held, NOBODY)
 
     # Entry `capacity` collects the rows that are not packed and is cut off.
-    slot = torch.where(packed, evidence, capacity)
-    gathered = torch.zeros(7, capacity + 1, dtype=torch.int64, device=rows.device)
+    first, last = candidates(lengths, config, reads.recent)
+    slot = np.where(packed, evidence, capacity)
+    gathered = np.zeros((7, capacity + 1), np.int64)
     gathered[0] = -1
-    told = (rows.long(), first, last, start, reads.selected, reads.seed, reads.length)
-    gathered[:, slot] = torch.stack(told)
-    batch = RefreshBatch(*gathered[:, :capacity])
-    renewed = config.sink + (last - first).minimum(reads.selected)
-    renewed = torch.where(complete, renewed, -1)
-    return SfiStep(plan, refreshed, torch.where(refreshed, renewed, held), batch)
+    gathered[:, slot] = rows, first, last, start, reads.selected, reads.seed, reads.length
+    batch = RefreshBatch(*torch.from_numpy(gathered[:, :capacity].copy()))
+    renewed = np.where(complete, config.sink + np.minimum(last - first, reads.selected), -1)
+    return SfiStep(plan, refreshed, np.where(refreshed, renewed, held), batch)
 
 
 def seed_step(
-    rows: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor, config: SfiConfig
-) -> tuple[RefreshBatch, torch.Tensor, torch.Tensor]:
+    rows: np.ndarray, lengths: np.ndarray, start: np.ndarray, config: SfiConfig
+) -> tuple[RefreshBatch, np.ndarray, np.ndarray]:
     """The refresh that ends a prefill, from the evidence of the prompt's last queries (section 3.1).
 
     Args:
@@ -189,16 +198,10 @@ def seed_step(
         entries held in the runs.
     """
     seeded = (start >= 0) & (lengths >= config.sink)
-    first, last = candidates(lengths.long(), config)
-    none = ~seeded
-    batch = RefreshBatch(
-        rows.long().masked_fill(none, -1),
-        first.masked_fill(none, 0),
-        last.masked_fill(none, 0),
-        start.clamp(min=0),
-    )
-    held = config.sink + (last - first).clamp(max=config.selected)
-    return batch, seeded, held.masked_fill(none, 0)
+    first, last = candidates(lengths, config)
+    told = (np.where(seeded, rows, -1), first * seeded, last * seeded, np.maximum(start, 0))
+    held = config.sink + np.minimum(last - first, config.selected)
+    return RefreshBatch(*map(torch.from_numpy, told)), seeded, held * seeded
 
 
 def refresh_layer(

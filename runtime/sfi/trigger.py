@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from fathom.runtime.sfi.config import SfiConfig
 
@@ -50,15 +50,15 @@ def trigger_ids(tokenizer: Any, terminators: str = TERMINATORS) -> list[int]:
     return [i for (i,), text in zip(ids, texts, strict=True) if text and ends_segment(text, terminators)]
 
 
-def trigger_mask(ids: list[int], vocabulary: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def trigger_mask(ids: list[int], vocabulary: int) -> np.ndarray:
     """[vocabulary] bool, true at the trigger ids.
 
     Args:
         vocabulary: width of the model's output, which may exceed the tokenizer's.
     """
-    mask = torch.zeros(vocabulary, dtype=torch.bool)
-    mask[torch.tensor(ids, dtype=torch.int64)] = True
-    return mask.to(device)
+    mask = np.zeros(vocabulary, bool)
+    mask[np.array(ids, np.int64)] = True
+    return mask
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stretch:
     left: int
     gap: int
     boundary: bool
-    trigger: torch.Tensor
+    trigger: np.ndarray
 
     def ends(self, tokens: Sequence[int]) -> int | None:
         """After how many of the tokens that fast steps put out the next step is slow; None while it is not.
@@ -92,26 +92,25 @@ class Stretch:
 
 
 class PhaseState:
-    """Whether each request's next decode step is slow: one row per request slot, tensors throughout.
+    """Whether each request's next decode step is slow: one row per request slot, on the host.
 
-    All methods take ``rows``, [batch] distinct request slots, and never wait for the device.
+    All methods take ``rows``, [batch] distinct request slots. Batches are arrays of NumPy, whose operators on a few
+    numbers take a fraction of PyTorch's time.
     """
 
-    def __init__(
-        self, max_rows: int, trigger: torch.Tensor, config: SfiConfig, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, max_rows: int, trigger: np.ndarray, config: SfiConfig) -> None:
         """
         Args:
             trigger: [vocabulary] bool, see :func:`trigger_mask`.
         """
         self.config = config
-        self._trigger = trigger.to(device)
+        self._trigger = trigger
         # Fast steps (tokens) since the last slow one; whether a boundary was met that no slow step has followed.
-        self._since = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._boundary = torch.ones(max_rows, dtype=torch.bool, device=device)
-        self._stale = torch.ones(max_rows, dtype=torch.bool, device=device)
+        self._since = np.zeros(max_rows, np.int64)
+        self._boundary = np.ones(max_rows, bool)
+        self._stale = np.ones(max_rows, bool)
 
-    def admit(self, rows: torch.Tensor, first_tokens: torch.Tensor, seeded: torch.Tensor) -> None:
+    def admit(self, rows: np.ndarray, first_tokens: np.ndarray, seeded: np.ndarray) -> None:
         """Start requests whose prefill gave their first token.
 
         Args:
@@ -122,35 +121,34 @@ class PhaseState:
         self._boundary[rows] = self._trigger[first_tokens]
         self._stale[rows] = ~seeded
 
-    def slow(self, rows: torch.Tensor) -> torch.Tensor:
+    def slow(self, rows: np.ndarray) -> np.ndarray:
         """[batch] bool: is the next decode step of each request slow?"""
         since = self._since[rows]
         boundary = self._boundary[rows] & (since >= self.config.minimum_gap)
         return self._stale[rows] | boundary | (since >= self.config.refresh_budget)
 
-    def stale(self, rows: torch.Tensor) -> torch.Tensor:
+    def stale(self, rows: np.ndarray) -> np.ndarray:
         """[batch] bool: has nothing been chosen yet for a request?"""
         return self._stale[rows]
 
-    def cause(self, rows: torch.Tensor) -> torch.Tensor:
+    def cause(self, rows: np.ndarray) -> np.ndarray:
         """[batch] int64: why the next decode step of each request would be slow: an index into :data:`CAUSES`."""
-        met = torch.where(self._boundary[rows], CAUSES.index("trigger"), CAUSES.index("timeout"))
-        return torch.where(self._stale[rows], CAUSES.index("start"), met)
+        met = np.where(self._boundary[rows], CAUSES.index("trigger"), CAUSES.index("timeout"))
+        return np.where(self._stale[rows], CAUSES.index("start"), met)
 
     def stretch(self, row: int) -> Stretch:
-        """What is left of the request's fast steps. Waits for the device."""
-        slow = bool(self.slow(torch.tensor([row], device=self._since.device)))
+        """What is left of the request's fast steps."""
         since = int(self._since[row])
-        left = 0 if slow else self.config.refresh_budget - since
+        left = 0 if self.slow(np.array([row]))[0] else self.config.refresh_budget - since
         gap = max(self.config.minimum_gap - since, 0)
         return Stretch(left, gap, bool(self._boundary[row]), self._trigger)
 
     def advance(
         self,
-        rows: torch.Tensor,
-        refreshed: torch.Tensor,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor | None = None,
+        rows: np.ndarray,
+        refreshed: np.ndarray,
+        tokens: np.ndarray,
+        accepted: np.ndarray | None = None,
     ) -> None:
         """Account for one decode pass.
 
@@ -160,11 +158,13 @@ class PhaseState:
             tokens: [batch] ids, or [batch, width] where several tokens may be accepted in one pass.
             accepted: [batch] how many leading ids of ``tokens`` were accepted; None for all.
         """
-        ids = tokens.unsqueeze(-1) if tokens.dim() == 1 else tokens
-        counts = torch.full_like(rows, ids.shape[1]) if accepted is None else accepted
-        valid = torch.arange(ids.shape[1], device=ids.device) < counts.unsqueeze(-1)
-        crossed = (self._trigger[torch.where(valid, ids, 0)] & valid).any(-1)
-        since = self._since[rows]
-        self._since[rows] = torch.where(refreshed, 0, since + counts).to(torch.int32)
+        ids = tokens[:, None] if tokens.ndim == 1 else tokens
+        counts = ids.shape[1] if accepted is None else accepted
+        if accepted is None:
+            crossed = self._trigger[ids].any(-1)
+        else:
+            valid = np.arange(ids.shape[1]) < accepted[:, None]
+            crossed = (self._trigger[np.where(valid, ids, 0)] & valid).any(-1)
+        self._since[rows] = np.where(refreshed, 0, self._since[rows] + counts)
         self._boundary[rows] = crossed | (self._boundary[rows] & ~refreshed)
         self._stale[rows] &= ~refreshed

@@ -1,5 +1,6 @@
 """One slow step on two CUDA streams gives the selections and compact buffers of the CPU, in order."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,11 +24,9 @@ def slow_step(device: str, lanes):
         [[torch.randn(size).to(device) for _ in range(count)] for _ in range(LAYERS)]
         for size, count in (((slots, KV_HEADS, DIM), 2), (shape, 2), ((3, 1, HEADS, DIM), 1))
     )
-    start = torch.arange(3, device=device) * CONFIG.compact_tokens
-    slow = torch.tensor([True, True, False], device=device)
-    held = torch.full((3,), CONFIG.compact_tokens, device=device)
-    rows, lengths = torch.arange(3, device=device), torch.tensor(LENGTHS, device=device)
-    step = plan_step(rows, lengths, slow, start, held, 2, KV_HEADS, CONFIG)
+    start, slow = np.arange(3) * CONFIG.compact_tokens, np.array([True, True, False])
+    held = np.full(3, CONFIG.compact_tokens)
+    step = plan_step(np.arange(3), np.array(LENGTHS), slow, start, held, 2, KV_HEADS, CONFIG).on(device)
     ring = EvidenceRing(4, HEADS, KV_HEADS, 4 * 4 * 2 * width * (HEADS + KV_HEADS), device)
     executor, outputs, chosen = RefreshExecutor(lanes), [], []
 

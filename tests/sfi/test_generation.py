@@ -5,6 +5,7 @@ No engine: a pool with scattered slots, a batch whose rows are in different phas
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from oracles import sfi as oracle
@@ -62,9 +63,9 @@ class Loop:
         memory = 4 * requests * width * (self.parts.heads * config.prefill_window + kv_heads) * 2
         self.ring = EvidenceRing(2, self.parts.heads, kv_heads, memory)
         self.executor = RefreshExecutor(InOrder(), slots=2)
-        self.start = torch.full((requests,), -1)
-        self.held = torch.zeros(requests, dtype=torch.int64)
-        self.length = torch.zeros(requests, dtype=torch.int64)
+        self.start = np.full(requests, -1)
+        self.held = np.zeros(requests, np.int64)
+        self.length = np.zeros(requests, np.int64)
         self.traces: list[Trace] = []
 
     def through_layers(self, ids, positions, attend) -> torch.Tensor:
@@ -80,13 +81,13 @@ class Loop:
 
     def prefill(self, prompt: list[int], seeded: bool) -> None:
         row, n = len(self.traces), len(prompt)
-        rows, lengths = torch.tensor([row]), torch.tensor([n])
+        rows, lengths = np.array([row]), np.array([n])
         self.length[row] = n
         start = self.runs.acquire(row)
         self.start[row] = -1 if start is None else start
         batch, chosen, held = seed_step(rows, lengths, self.start[rows], self.config)
         window = min(self.config.prefill_window, n)
-        plan = plan_dense(rows, lengths, self.parts.kv_heads)
+        plan = plan_dense(torch.tensor([row]), torch.tensor([n]), self.parts.kv_heads)
         seed = []
 
         def attend(i, q, k, v):
@@ -110,8 +111,8 @@ class Loop:
             logits = self.through_layers(prompt, torch.arange(n), attend)[-1:]
         first = logits.argmax(-1)
         seeded_rows = chosen & seeded
-        self.held[row] = torch.where(seeded_rows, held, 0)[0]
-        self.phases.admit(rows, first, seeded_rows)
+        self.held[row] = np.where(seeded_rows, held, 0)[0]
+        self.phases.admit(rows, first.numpy(), seeded_rows)
         self.traces.append(Trace([int(first)], [], [], self.listed(seed, 0) if seeded else None))
 
     def refresh(self, layer, evidence, batch):
@@ -124,7 +125,7 @@ class Loop:
         """[layer][KV head] chosen indices of one entry of the refresh."""
         return [[[j for j in head if j >= 0] for head in s.indices[entry].tolist()] for s in selections]
 
-    def decode(self, rows: torch.Tensor, capacity: int) -> None:
+    def decode(self, rows: np.ndarray, capacity: int) -> None:
         self.length[rows] += 1
         lengths = self.length[rows]
         slow = self.phases.slow(rows)
@@ -150,8 +151,8 @@ class Loop:
 
         with self.executor.step():
             ids = [self.traces[row].tokens[-1] for row in rows.tolist()]
-            tokens = self.through_layers(ids, lengths - 1, attend).argmax(-1)
-        self.phases.advance(rows, step.refreshed, tokens)
+            tokens = self.through_layers(ids, torch.from_numpy(lengths - 1), attend).argmax(-1)
+        self.phases.advance(rows, step.refreshed, tokens.numpy())
         entry = 0
         for i, row in enumerate(rows.tolist()):
             trace, renewed = self.traces[row], bool(step.refreshed[i])
@@ -183,7 +184,7 @@ def test_loop_equals_algorithm_1(model, lengths, seeded, gap):
     loop = Loop(model, config, len(lengths), max(lengths) + new, runs=len(lengths))
     for prompt in prompts(lengths):
         loop.prefill(prompt, seeded)
-    rows = torch.arange(len(lengths)).flip(0)  # batch order is not table order
+    rows = np.arange(len(lengths))[::-1].copy()  # batch order is not table order
     mixed = 0
     for _ in range(new - 1):
         phases = loop.phases.slow(rows)
@@ -204,7 +205,7 @@ def test_a_request_without_a_compact_buffer_decodes_dense(model):
         loop.prefill(prompt, True)
     assert loop.runs.refused == 1
     for _ in range(29):
-        loop.decode(torch.arange(2), capacity=2)
+        loop.decode(np.arange(2), capacity=2)
     first, second = prompts([60, 90])
     agree(loop.traces[0], oracle.generate(model, first, 30, TRIGGERS, settings(CONFIG, True)))
     dense = oracle.generate(model, second, 30, range(VOCABULARY), settings(CONFIG, False))

@@ -1,7 +1,7 @@
 """A step as data: who reads what, whose selection is renewed, and where it goes."""
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,12 +27,12 @@ requests = st.lists(
 def test_plan_step(batch, capacity, order):
     rows = list(range(10, 10 + len(batch)))
     order.shuffle(rows)
-    lengths, slow, has_run, chosen = map(torch.tensor, zip(*batch, strict=True))
-    start = torch.where(has_run < 0, -1, torch.arange(len(batch)) * CONFIG.compact_tokens)
+    lengths, slow, has_run, chosen = map(np.array, zip(*batch, strict=True))
+    start = np.where(has_run < 0, -1, np.arange(len(batch)) * CONFIG.compact_tokens)
     fresh = (lengths < CONFIG.sink) | (start < 0)
     slow = slow | fresh & (start >= 0)  # a request that never had a selection is slow
-    held = torch.where(fresh, 0, CONFIG.sink + chosen)
-    step = plan_step(torch.tensor(rows), lengths, slow, start, held, capacity, 2, CONFIG)
+    held = np.where(fresh, 0, CONFIG.sink + chosen)
+    step = plan_step(np.array(rows), lengths, slow, start, held, capacity, 2, CONFIG)
 
     renewed = []
     for i, (row, begin, end, run, count, evidence) in enumerate(step.plan.packed.tolist()):
@@ -66,7 +66,7 @@ def test_plan_step(batch, capacity, order):
 
 
 def test_seed_step():
-    rows, lengths, start = torch.tensor([4, 2, 7]), torch.tensor([30, 2, 12]), torch.tensor([9, 18, -1])
+    rows, lengths, start = np.array([4, 2, 7]), np.array([30, 2, 12]), np.array([9, 18, -1])
     batch, seeded, held = seed_step(rows, lengths, start, CONFIG)
     assert seeded.tolist() == [True, False, False]
     assert batch.rows.tolist() == [4, -1, -1]

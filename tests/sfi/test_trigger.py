@@ -1,7 +1,7 @@
 """Trigger ids from tokenizers, and the phases of a batch against a scalar state machine."""
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -104,26 +104,24 @@ def test_phases_of_a_batch(data, budget, gap, width):
         for row in sorted(set(range(5)) - set(live)):
             if data.draw(flag):
                 first, seeded = data.draw(token), data.draw(flag)
-                state.admit(torch.tensor([row]), torch.tensor([first]), torch.tensor([seeded]))
+                state.admit(np.array([row]), np.array([first]), np.array([seeded]))
                 live[row] = OneRequest(config, triggers, first, seeded)
         rows = data.draw(st.permutations(sorted(live)))
         if not rows:
             continue
-        slow = state.slow(torch.tensor(rows))
+        slow = state.slow(np.array(rows))
         assert slow.tolist() == [live[row].slow() for row in rows]
-        refreshed = slow & torch.tensor(data.draw(st.lists(flag, min_size=len(rows), max_size=len(rows))))
-        tokens = torch.tensor(
-            data.draw(st.lists(token, min_size=len(rows) * width, max_size=len(rows) * width))
-        )
-        tokens = tokens.view(len(rows), width)
+        refreshed = slow & np.array(data.draw(st.lists(flag, min_size=len(rows), max_size=len(rows))))
+        tokens = np.array(data.draw(st.lists(token, min_size=len(rows) * width, max_size=len(rows) * width)))
+        tokens = tokens.reshape(len(rows), width)
         count = st.integers(1, width)
-        accepted = torch.tensor(data.draw(st.lists(count, min_size=len(rows), max_size=len(rows))))
+        accepted = np.array(data.draw(st.lists(count, min_size=len(rows), max_size=len(rows))))
         # What lies beyond the accepted tokens is not looked at.
-        tokens[torch.arange(width) >= accepted.unsqueeze(-1)] = -1
+        tokens[np.arange(width) >= accepted[:, None]] = -1
         if width == 1:
-            state.advance(torch.tensor(rows), refreshed, tokens[:, 0])
+            state.advance(np.array(rows), refreshed, tokens[:, 0])
         else:
-            state.advance(torch.tensor(rows), refreshed, tokens, accepted)
+            state.advance(np.array(rows), refreshed, tokens, accepted)
         for i, row in enumerate(rows):
             live[row].step(bool(refreshed[i]), tokens[i][: accepted[i]].tolist())
             if data.draw(st.integers(0, 5)) == 0:
@@ -133,12 +131,12 @@ def test_phases_of_a_batch(data, budget, gap, width):
 def run(tokens: list[int], seeded: bool, **config) -> list[bool]:
     """Phases of the steps that make tokens[1:]."""
     state = PhaseState(1, trigger_mask([1], 4), SfiConfig(recent=16, **config))
-    row, slow = torch.tensor([0]), []
-    state.admit(row, torch.tensor(tokens[:1]), torch.tensor([seeded]))
+    row, slow = np.array([0]), []
+    state.admit(row, np.array(tokens[:1]), np.array([seeded]))
     for token in tokens[1:]:
         phase = state.slow(row)
         slow.append(bool(phase))
-        state.advance(row, phase, torch.tensor([token]))
+        state.advance(row, phase, np.array([token]))
     return slow
 
 
@@ -171,17 +169,17 @@ def test_a_stretch_ends_where_the_next_step_is_slow(tokens, budget, gap, start):
     """From any point of a request's life, one token at a time."""
     config = SfiConfig(refresh_budget=budget, minimum_gap=min(gap, budget))
     state = PhaseState(1, trigger_mask([3, 7], 10), config)
-    row, one = torch.tensor([0]), torch.ones(1, dtype=torch.bool)
-    state.admit(row, torch.tensor([1]), ~one)
+    row, one = np.array([0]), np.ones(1, bool)
+    state.admit(row, np.array([1]), ~one)
     for token in tokens[:start]:
-        state.advance(row, state.slow(row), torch.tensor([token]))
+        state.advance(row, state.slow(row), np.array([token]))
     stretch, rest = state.stretch(0), tokens[start:]
     if bool(state.slow(row)):
         assert stretch.left == 0
         return
     want = None
     for steps, token in enumerate(rest, start=1):
-        state.advance(row, ~one, torch.tensor([token]))
+        state.advance(row, ~one, np.array([token]))
         if bool(state.slow(row)):
             want = steps
             break
