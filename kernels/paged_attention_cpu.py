@@ -17,12 +17,12 @@ from numba import njit, prange
 from fathom.kernels.bfloat16_cpu import LANES, has_bfloat16_products
 from fathom.kernels.extend_attention import extend_attention_reference
 from fathom.kernels.four_lines_cpu import add_four, dot_four, places_of_sums, square_four
+from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     DTYPES,
     LINE_BYTES,
     as_array,
-    as_lines,
     fold_block,
     match_torch_threads,
     prefetch,
@@ -68,6 +68,7 @@ class Tasks(NamedTuple):
     evidence: np.ndarray  # [batch] int64, row of the evidence or -1
     queries: np.ndarray  # [batch + 1] int64, where each request's queries begin among the packed ones
     shares: np.ndarray  # [threads + 1] int64, where each thread's tasks begin: about the same work for each
+    most_heads: int  # KV heads of the task that has most
     most: int = 1  # queries of the request that has most
     reach: int = EVERYTHING  # how many earlier table entries a query sees besides its own
 
@@ -143,7 +144,7 @@ def _split(
     row = np.where(compact, -1, row[request])
     heads = np.where(compact, 1, together)
     shares = _share(heads * (stop - start + TASK_IN_KEYS), torch.get_num_threads())
-    return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries, shares)
+    return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries, shares, together)
 
 
 def _share(work: np.ndarray, threads: int) -> np.ndarray:
@@ -210,23 +211,21 @@ def paged_attention(
     products = takes_products(query.dtype, pool[0].dtype, head_dim, value_dim)
     kernel = _compiled(group, head_dim, value_dim, pool[0].dtype, products)
     output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
-    most = rows * int(tasks.heads.max(initial=1))
+    most = rows * tasks.most_heads
     partials = (
         np.empty((len(tasks.row), most, value_dim), np.float32),
         np.empty((len(tasks.row), most), np.float32),
         np.empty((len(tasks.row), most), np.float32),
     )
-    if evidence is None:
-        tasks = tasks._replace(evidence=np.full(len(tasks.evidence), -1))
-        kept = (np.empty((1, kv_heads, rows, 1), np.float32), np.empty((1, kv_heads, 1), np.float32))
-    else:
+    kept = _NO_EVIDENCE
+    if evidence is not None:
         logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
         kept = (logits.numpy(), evidence.key_norms.numpy())
-    pool_lines = *as_lines(pool[0]), *as_lines(pool[1])
+    pool_lines = KvPair.of(pool).lines
     kernel(
         as_array(query.contiguous()) if products else query.float().numpy(),
         pool_lines,
-        pool_lines if compact is None else (*as_lines(compact[0]), *as_lines(compact[1])),
+        pool_lines if compact is None else KvPair.of(compact).lines,
         page_table.numpy(),
         tuple(tasks),
         kept,
@@ -235,6 +234,9 @@ def paged_attention(
         np.float32(scale),
     )
     return output, lse
+
+
+_NO_EVIDENCE = (np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0, 0), np.float32))
 
 
 def takes_products(query: torch.dtype, pool: torch.dtype, *widths: int) -> bool:
@@ -290,7 +292,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
     # One function: a closure over another compiled function would never be found in the cache on disk.
     @njit(parallel=True, **APPROXIMATE)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, heads, start, stop, first, end, evidence_row, queries, shares, _, reach = tasks
+        row, request, head, heads, start, stop, first, end, evidence_row, queries, shares, _, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
         for share in prange(len(shares) - 1):
@@ -311,7 +313,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                 top = np.full(total_rows, -np.inf, np.float32)
                 total = np.zeros(total_rows, np.float32)
                 paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
-                keep = paged and evidence_row[b] >= 0
+                keep = paged and evidence_row[b] >= 0 and len(norms) > 0
                 keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
                 key_line, value_line = h0 * key_head, h0 * value_head
                 slots, last = table[line], stop[i] - 1

@@ -3,6 +3,7 @@
 import torch
 from numba import njit, prange
 
+from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import DTYPES, LOOPS, SERIAL_ELEMENTS, as_array, match_torch_threads
 
 
@@ -23,12 +24,15 @@ def store_kv(
     Raises:
         IndexError: a slot is outside the pool; nothing is written.
     """
-    tensors = (keys, values, *pool)
-    dtype = keys.dtype
-    if dtype not in DTYPES or any(x.dtype != dtype or not x.is_contiguous() for x in tensors):
+    dtype, (key_pool, value_pool) = keys.dtype, pool
+    alike = dtype == values.dtype == key_pool.dtype == value_pool.dtype
+    if not alike or dtype not in DTYPES or not keys.is_contiguous() or not values.is_contiguous():
         return False
-    rows = [as_array(x).reshape(len(x), x.shape[1] * x.shape[2]) for x in tensors]
-    if not _store(*rows, slots.numpy()):
+    there = KvPair.of(pool).rows
+    if there is None:
+        return False
+    rows = [as_array(x.flatten(1)) for x in (keys, values)]
+    if not _store(*rows, *there, slots.numpy()):
         raise IndexError(f"slot outside 0 .. {len(pool[0]) - 1}")
     return True
 

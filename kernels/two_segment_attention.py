@@ -128,9 +128,12 @@ def two_segment_attention(
         return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
     from fathom.kernels.paged_attention_cpu import paged_attention
 
-    window = query.shape[1]
-    tasks = plan.tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
+    tasks, window = plan.tasks, query.shape[1]
+    if window > 1:
+        tasks = tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
     output, lse = paged_attention(query.flatten(0, 1), pool, page_table, tasks, scale, compact, evidence)
+    if window == 1:
+        return output.unsqueeze(1), lse.unsqueeze(1)
     return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
 
 

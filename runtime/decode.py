@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fathom.kernels.dispatch import runs_triton
+from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_segment_attention
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
@@ -126,11 +127,13 @@ class SlowFast:
         # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
         # not taken from the machine.
         self.compact = [
-            tuple(
-                torch.empty(
-                    shape.kv_heads, self.runs.tokens, dim, dtype=shape.dtype, device=shape.device
-                ).transpose(0, 1)
-                for dim in (shape.head_dim, shape.value_dim)
+            KvPair(
+                *(
+                    torch.empty(
+                        shape.kv_heads, self.runs.tokens, dim, dtype=shape.dtype, device=shape.device
+                    ).transpose(0, 1)
+                    for dim in (shape.head_dim, shape.value_dim)
+                )
             )
             for _ in range(shape.layers)
         ]
@@ -331,8 +334,7 @@ class Step:
         if span not in self.spans:
             self.spans[span] = self._plan(span, view)
         plan = self.spans[span]
-        keys, values = state.compact[layer]
-        compact, evidence = (keys, values), None
+        compact, evidence = state.compact[layer], None
         if self.capacity:
             evidence = state.ring.view(state.executor.acquire(), self.capacity, plan.width)
         output, _ = two_segment_attention(

@@ -39,6 +39,22 @@ class Batch:
         none = np.zeros(len(rows), bool)
         return cls(rows, lengths, virtual, new, none, none)
 
+    @cached_property
+    def entry(self) -> np.ndarray:
+        """[requests + 1] where each request's virtual slots begin."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def query(self) -> np.ndarray:
+        """[requests + 1] where each request's query rows begin."""
+        return np.concatenate([[0], np.cumsum(self.new)])
+
+    @cached_property
+    def written(self) -> np.ndarray:
+        """[query rows] virtual slots that take the rows' keys and values."""
+        ends = np.repeat(self.entry[1:] - self.query[1:], self.new)
+        return self.virtual[ends + np.arange(self.query[-1])]
+
 
 @dataclass
 class SpanView:
@@ -84,19 +100,16 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     after = np.array([memory.after(row, span) for row in rows])
     if private.any() or batch.again.any() or after.any():
         return _mixed(memory, batch, span, private, after)
-    entry = np.concatenate([[0], np.cumsum(batch.lengths)])
-    query = np.concatenate([[0], np.cumsum(batch.new)])
-    ends = np.repeat(entry[1:] - query[1:], batch.new)
-    write = memory.shared.slots(span, batch.virtual[ends + np.arange(query[-1])])
+    write = memory.shared.slots(span, batch.written)
 
     def look_up(run: slice) -> np.ndarray:
         return memory.shared.slots(span, batch.virtual[run])
 
-    return SpanView(look_up, entry, query, write.astype(np.int64))
+    return SpanView(look_up, batch.entry, batch.query, write.astype(np.int64))
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:
-    begin = np.concatenate([[0], np.cumsum(batch.lengths)])
+    begin = batch.entry
     dummy = np.full(1, UNBACKED, np.int32)
     parts: list[np.ndarray] = []
     writes: list[np.ndarray] = []

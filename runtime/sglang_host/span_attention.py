@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
+from fathom.kernels.kv_pair import KvPair
 from fathom.runtime.decode import Step
 from fathom.runtime.kv.view import Batch, SpanView, view
 from fathom.runtime.staging import send
@@ -64,6 +65,7 @@ class SpanAttentionBackend(AttentionBackend):
         self.kv_pool = model_runner.token_to_kv_pool
         self.memory = model_runner.token_to_kv_pool_allocator.memory
         self.views: dict[int, SpanView] = {}
+        self.pairs: dict[int, KvPair] = {}
         self.taps: dict[int, Tap] = {}
 
     # --- how attention is computed ---
@@ -174,9 +176,14 @@ class SpanAttentionBackend(AttentionBackend):
 
     # --- pieces ---
 
-    def _pool(self, layer: "RadixAttention") -> tuple[torch.Tensor, torch.Tensor]:
+    def _pool(self, layer: "RadixAttention") -> KvPair:
         """Keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of a layer."""
-        return self.kv_pool.get_key_buffer(layer.layer_id), self.kv_pool.get_value_buffer(layer.layer_id)
+        number = layer.layer_id
+        keys, values = self.kv_pool.get_key_buffer(number), self.kv_pool.get_value_buffer(number)
+        known = self.pairs.get(number)
+        if known is None or known[0] is not keys or known[1] is not values:
+            known = self.pairs[number] = KvPair(keys, values)
+        return known
 
     @staticmethod
     def _heads(
