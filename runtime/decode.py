@@ -81,7 +81,7 @@ class Entry:
         tokens: what the request has generated so far, the token that this step reads included; None for a request
             that always reads everything.
         drafted: tokens that were drafted after these; they are query rows behind the request's own.
-        reading: what its fast steps read.
+        reading: what its fast steps read; looked at when the request is new.
     """
 
     row: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from sglang.srt.runtime_context import get_serving
 
-from fathom.runtime.decode import Entry, Outcome, Shape, SlowFast, Step
+from fathom.runtime.decode import AS_SERVED, Entry, Outcome, Shape, SlowFast, Step
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import RANDOM, Reading
 from fathom.runtime.sfi.trigger import Stretch, trigger_ids, trigger_mask
@@ -130,9 +130,11 @@ def phases(
     found.update(outcomes(step, batch))
 
 
-def entry_of(request: "Req", length: int, drafted: int = 0) -> Entry:
+def entry_of(state: SlowFast, request: "Req", length: int, drafted: int = 0) -> Entry:
     """A request that alternates; ``length`` is its tokens, the one that this step reads included."""
-    return Entry(request.kv.req_pool_idx, length, request.output_ids, drafted, reading_of(request))
+    row = request.kv.req_pool_idx
+    reading = AS_SERVED if row in state.seen else reading_of(request)
+    return Entry(row, length, request.output_ids, drafted, reading)
 
 
 def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Stretch]:
@@ -140,7 +142,7 @@ def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Str
     if state is None or not concerns(batch):
         return {}
     own = [request for request in batch.reqs if alternates(request)]
-    state.take_in([entry_of(request, 0) for request in own])
+    state.take_in([entry_of(state, request, 0) for request in own])
     found = {request: state.stretch(request.kv.req_pool_idx) for request in own}
     return {request: stretch for request, stretch in found.items() if stretch is not None}
 
@@ -159,7 +161,7 @@ def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -
         row, length = rows[place], lengths[place]
         request = requests.get(row)  # other beams of a request have rows of their own
         if request is not None and alternates(request):
-            entries.append(entry_of(request, length, drafted.get(place, 0)))
+            entries.append(entry_of(state, request, length, drafted.get(place, 0)))
         elif drafted:
             continue
         else:
