@@ -13,10 +13,10 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.bfloat16_cpu import tile_products
+from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     as_array,
-    as_lines,
     fold_block,
     from_float32,
     match_torch_threads,
@@ -88,11 +88,11 @@ def prefill_attention(
     """
     heads, head_dim = query.shape[1:]
     kv_heads, value_dim = pool[1].shape[1:]
-    keys, key_slot, key_head = as_lines(pool[0])
+    keys, key_slot, key_head, *of_values = KvPair.of(pool).lines
     _compiled(heads // kv_heads, head_dim, value_dim)(
         as_array(query.contiguous()).view(np.int32),
         (keys.view(np.int32), key_slot, key_head),
-        as_lines(pool[1]),
+        tuple(of_values),
         slots,
         tiles,
         as_array(output),

@@ -132,8 +132,6 @@ def two_segment_attention(
     if window > 1:
         tasks = tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
     output, lse = paged_attention(query.flatten(0, 1), pool, page_table, tasks, scale, compact, evidence)
-    if window == 1:
-        return output.unsqueeze(1), lse.unsqueeze(1)
     return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
 
 

@@ -9,7 +9,6 @@ import importlib.util
 from pathlib import Path
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_library = None
 
 
 def _loads() -> bool:
@@ -30,13 +29,9 @@ def _loads() -> bool:
 
 def declare() -> None:
     """Define ``torchvision::nms`` and ``::qnms`` where torchvision cannot. Call before importing SGLang."""
-    global _library
-    if _library is not None:
-        return
     import torch
 
     if hasattr(torch.ops.torchvision, "nms") or _loads():
         return
-    _library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
-        _library.define(name + _SCHEMA)
+        torch.library.define(f"torchvision::{name}", _SCHEMA)

@@ -178,17 +178,12 @@ def copy_from(source, target, non_blocking=False):
     return target
 
 
-KEPT = []
-
-
 def install():
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     # What PyTorch makes of data, past any mode.
-    library = torch.library.Library("aten", "IMPL")
     for made in (aten.empty_strided.default, aten.empty.memory_format):
-        library.impl(made, lambda *args, made=made, **kwargs: run(made, args, kwargs), "PrivateUse1")
-    library.impl(aten._copy_from.default, copy_from, "PrivateUse1")
-    KEPT.append(library)
+        torch.library.impl(made.name(), NAME, lambda *args, made=made, **kwargs: run(made, args, kwargs))
+    torch.library.impl(aten._copy_from.default.name(), NAME, copy_from)
     platforms._current_platform = NominalPlatform()
     engine_args.GPU_RULES = engine_args.GPU_RULES[1:]  # all but the device's name
     unwrap = interpreter._unwrap_tensor
