@@ -285,7 +285,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
     block = KEYS_PER_BLOCK
-    cache_line = LINE_BYTES // dtype.itemsize
+    cache_line, floats_per_line = LINE_BYTES // dtype.itemsize, LINE_BYTES // 4
     operand = np.uint16 if products else np.float32
     places = places_of_sums(value_dim, products)
 
@@ -321,6 +321,13 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                 horizon = end[b] - 1 if paged else last
                 for begin in range(start[i], stop[i], block):
                     n = min(block, stop[i] - begin)
+                    if keep:
+                        # What the next block writes is asked for: a line that is written is read before.
+                        for t in range(begin + block, begin + 2 * block, floats_per_line):
+                            for x in range(total_rows):
+                                prefetch(logits[kept, h0 + x // rows], x % rows, t)
+                            for h in range(many):
+                                prefetch(norms[kept], h0 + h, t)
                     # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                     for t in range(0, n, 4):
                         lines = _four_lines(slots, paged, begin + t, last, key_slot, key_line)
@@ -333,8 +340,9 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                             lines = _next_head(lines, key_head)
                     if keep:
                         for h in range(many):
+                            kept_norms, own_squares = norms[kept, h0 + h], squares[h]
                             for t in range(n):
-                                norms[kept, h0 + h, begin + t] = math.sqrt(squares[h, t])
+                                kept_norms[begin + t] = math.sqrt(own_squares[t])
                     # Whole blocks from here on: sums are grouped alike however many keys there are.
                     for x in range(total_rows):
                         scores[x, n:] = -np.inf
@@ -345,8 +353,9 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                             for t in range(min(visible - 1 - reach - begin, n)):
                                 scores[x, t] = -np.inf
                         if keep:
+                            kept_scores, own_scores = logits[kept, h0 + x // rows, x % rows], scores[x]
                             for t in range(n):
-                                logits[kept, h0 + x // rows, x % rows, begin + t] = scores[x, t]
+                                kept_scores[begin + t] = own_scores[t]
                         fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
                     for t in range(0, n, 4):
                         lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)

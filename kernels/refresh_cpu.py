@@ -49,34 +49,41 @@ def _top_k() -> Callable[..., None]:
             indices[i] = -1
             if counts[i] == 0:
                 continue
-            # Integers in the order of the scores; of -0.0 it makes -1, which has to equal +0.0.
-            order = np.empty(n, np.int32)
+            # Unsigned integers in the order of the scores, -0.0 as +0.0; 0 for what is no candidate, and no score.
+            order = np.empty(n, np.uint32)
+            least, most = np.uint32(0xFFFFFFFF), np.uint32(0)
             for t in range(n):
                 x = scores[i, t]
-                x = x ^ ((x >> 31) & 0x7FFFFFFF)
-                order[t] = x if x != -1 else 0
-            # The leading bits say in which bin the last score to be taken lies; only that bin is sorted.
+                x = x ^ ((x >> 31) | np.int32(-0x80000000))
+                place = np.uint32(x if x != 0x7FFFFFFF else np.int32(-0x80000000))
+                place = place if valid[i, t] else np.uint32(0)
+                order[t] = place
+                most = max(most, place)
+                least = min(least, place if valid[i, t] else np.uint32(0xFFFFFFFF))
+            # Bins of equal width say where the last score to be taken lies; only that bin is sorted.
+            shift = np.uint32(0)
+            while (most - least) >> shift >= 1 << bits:
+                shift += np.uint32(1)
             bins = np.zeros(1 << bits, np.int64)
             for t in range(n):
-                bins[(order[t] >> (32 - bits)) + (1 << (bits - 1))] += valid[i, t]
-            above, border = 0, len(bins) - 1
+                if order[t] >= least:
+                    bins[(order[t] - least) >> shift] += 1
+            above, border = 0, (most - least) >> shift
             while above + bins[border] < counts[i]:
                 above += bins[border]
-                border -= 1
-            border -= 1 << (bits - 1)
-            own, there = np.empty(n, np.int32), 0
+                border -= np.uint32(1)
+            own, there = np.empty(bins[border], np.uint32), 0
             for t in range(n):
-                if valid[i, t] and order[t] >> (32 - bits) == border:
+                if order[t] >= least and (order[t] - least) >> shift == border:
                     own[there] = order[t]
                     there += 1
-            rank = there - (counts[i] - above)
-            threshold = np.partition(own[:there], rank)[rank]
             room = counts[i] - above
+            threshold = np.partition(own, there - room)[there - room]
             for t in range(there):
                 room -= own[t] > threshold
             place = 0
             for t in range(n):
-                if not valid[i, t] or order[t] < threshold:
+                if order[t] < threshold:
                     continue
                 if order[t] == threshold:
                     if room == 0:

@@ -17,11 +17,14 @@ BLOCK = 1024
 def selector_scores_cpu(
     logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
 ) -> torch.Tensor:
-    """``selector_scores`` on the CPU; same arguments. Every place of the inputs is read once or twice."""
+    """``selector_scores`` on the CPU; same arguments.
+
+    Exponents of one half, which both are by default, are square roots and products instead of exponentials.
+    """
     requests, kv_heads, _, n = logits.shape
     scores = torch.empty(requests, kv_heads, n)
     low, high = begin.long().numpy(), end.long().numpy()
-    # Logarithm of what the prior says of a position (Eq. 11), the same for all heads.
+    # What the prior says of a position (Eq. 11), the same for all heads.
     position = np.empty((requests, n), np.float32)
     _positions()(
         low, high, position, *map(np.float32, (c.position_decay, c.position_curve, c.tail_brake, c.epsilon))
@@ -37,7 +40,7 @@ def selector_scores_cpu(
         c.epsilon,
         math.log(c.epsilon),
     )
-    _scores()(
+    _scores(c.power == 0.5, c.norm_decay == 0.5)(
         logits.numpy(),
         key_norms.numpy(),
         low,
@@ -68,13 +71,19 @@ def _positions() -> Callable[..., None]:
             own = position[r, first : first + BLOCK]
             for t in range(len(own)):
                 u = min(max(np.float32(first - low + t) / span, zero), one)
-                own[t] = brake * log_float32(one - u + epsilon) - decay * exp_float32(curve * log_float32(u))
+                own[t] = exp_float32(
+                    brake * log_float32(one - u + epsilon) - decay * exp_float32(curve * log_float32(u))
+                )
 
     return kernel
 
 
 @functools.cache
-def _scores() -> Callable[..., None]:
+def _scores(half_power: bool, half_decay: bool) -> Callable[..., None]:
+    """
+    Args:
+        half_power, half_decay: whether alpha (Eq. 7) and gamma (Eq. 9) are one half.
+    """
     match_torch_threads()
     lowest, zero, one = np.float32(-np.inf), np.float32(0), np.float32(1)
 
@@ -89,7 +98,8 @@ def _scores() -> Callable[..., None]:
         for pair in prange(requests * kv_heads):
             r, h = pair // kv_heads, pair % kv_heads
             low, high = begin[r], end[r]
-            shift = np.empty(rows, np.float32)
+            # Of each logit the power alpha of its exponential; of each row what makes its exponentials a softmax.
+            powers, scale = np.empty((rows, max(high - low, 0)), np.float32), np.empty(rows, np.float32)
             for q in range(rows):
                 best, top, total = np.full(BLOCK, lowest), lowest, 0.0
                 for first in range(low, high, BLOCK):
@@ -100,25 +110,34 @@ def _scores() -> Callable[..., None]:
                     top = max(top, best[t])
                 for first in range(low, high, BLOCK):
                     source, part = logits[r, h, q, first : min(first + BLOCK, high)], zero
+                    own = powers[q, first - low : first - low + len(source)]
                     for t in range(len(source)):
-                        part += exp_float32(source[t] - top)
+                        own[t] = exp_float32(power * (source[t] - top))
+                        part += own[t] * own[t] if half_power else exp_float32(source[t] - top)
                     total += part
-                shift[q] = top + log_float32(np.float32(total))
+                scale[q] = exp_float32(-power * log_float32(np.float32(total)))
             sum_f = sum_r = sum_ff = sum_fr = sum_rr = 0.0
             each, root, mean = one / np.float32(rows), one / power, np.empty(BLOCK, np.float32)
             for first in range(low, high, BLOCK):
                 size = min(BLOCK, high - first)
                 mean[:] = zero
                 for q in range(rows):
-                    source, own = logits[r, h, q, first : first + size], shift[q]
+                    own, factor = powers[q, first - low : first - low + size], each * scale[q]
                     for t in range(size):
-                        mean[t] += exp_float32(power * (source[t] - own))
+                        mean[t] += factor * own[t]
                 norms, place = key_norms[r, h, first : first + size], position[r, first : first + size]
                 fs, xs = evidence[r, h, first : first + size], prior[r, h, first : first + size]
                 part_f = part_r = part_ff = part_fr = part_rr = zero
                 for t in range(size):
-                    f = exp_float32(root * log_float32(each * mean[t])) if mean[t] > zero else zero
-                    x = exp_float32(place[t] - norm_decay * log_float32(norms[t] + epsilon))
+                    if half_power:
+                        f = mean[t] * mean[t]
+                    else:
+                        f = exp_float32(root * log_float32(mean[t])) if mean[t] > zero else zero
+                    norm = norms[t] + epsilon
+                    if half_decay:
+                        x = place[t] / np.sqrt(norm)
+                    else:
+                        x = place[t] * exp_float32(-norm_decay * log_float32(norm))
                     fs[t], xs[t] = f, x
                     part_f += f
                     part_r += x
