@@ -276,10 +276,12 @@ class Policy:
     def fingerprint(self) -> str:
         """A short name of what decides the KV that a prompt leaves behind: part of the prefix cache's key.
 
-        How decode steps read, and how many tokens are drafted, changes nothing in it.
+        What a request keeps of its prompt (its own copies), how decode steps read, and how many tokens are drafted,
+        changes nothing in it.
         """
-        decoding = {name: DEFAULTS[name] for name, spec in SPECS.items() if spec.mechanism == "SFI"}
-        prefill = replace(self, **decoding, draft_tokens=DEFAULTS["draft_tokens"])
+        later = [name for name, spec in SPECS.items() if spec.mechanism == "SFI"]
+        later += ["kv_retention_rate", "retention_policy", "draft_tokens"]
+        prefill = replace(self, **{name: DEFAULTS[name] for name in later})
         if not prefill.differences():
             return EXACT
         text = json.dumps(prefill._values(), sort_keys=True)

@@ -136,6 +136,8 @@ def test_whole_prompts_and_restarts(start_server, tiny_model, oracle):
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 10
     assert settle(server)["fastkv"]["buffer_peak"] == 0
     check_rates_of_one(server)
+    check_one_cached_prompt(server, {}, {"kv_retention_rate": 0.1})
+    check_one_cached_prompt(server, {"depth_cutoff": 3}, {"depth_cutoff": 3, "kv_retention_rate": 0.2})
     check_random_control(server)
     check_metrics(server)
     assert server.stop() == 0
@@ -156,6 +158,22 @@ def check_rates_of_one(server):
         assert answer["meta_info"]["output_top_logprobs"] == cold["meta_info"]["output_top_logprobs"]
     assert neutral["meta_info"]["fathom"]["policy"]["preset"] == "exact"
     assert compressed["meta_info"]["output_top_logprobs"] != cold["meta_info"]["output_top_logprobs"]
+
+
+def check_one_cached_prompt(server, whole, retained):
+    """What retention leaves in the prefix cache is what a request without it leaves, to the bit, and serves both."""
+    prompt = prompts(4)[-1]
+    found = {}
+    for first in (whole, retained):
+        server.flush()
+        assert ask(server, prompt, first)["meta_info"]["cached_tokens"] == 0
+        for policy, spared in ((whole, 1), (retained, 8)):
+            answer = ask(server, prompt, policy)
+            assert answer["meta_info"]["cached_tokens"] == len(prompt) - spared
+            found.setdefault(tuple(policy), []).append(
+                (answer["output_ids"], answer["meta_info"]["output_top_logprobs"])
+            )
+    assert len(found) == 2 and all(one == other for one, other in found.values())
 
 
 def check_random_control(server):

@@ -86,11 +86,12 @@ def test_any_object_raises_nothing_but_policy_errors(request_object):
 
 @given(requests, requests)
 def test_fingerprints_tell_apart_what_computes_prompts_differently(one, other):
-    decoding = ("preset", "decode", "sfi_selection", "sfi_budget", "sfi_window", "draft_tokens")
+    later = ("preset", "decode", "sfi_selection", "sfi_budget", "sfi_window", "draft_tokens")
+    later += ("kv_retention_rate", "retention_policy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "MECHANISMS", ALL)
         first, second = parse(one, Policy(), LIMITS), parse(other, Policy(), LIMITS)
-        values = [{k: v for k, v in vars(each).items() if k not in decoding} for each in (first, second)]
+        values = [{k: v for k, v in vars(each).items() if k not in later} for each in (first, second)]
         assert (first.fingerprint() == second.fingerprint()) == (values[0] == values[1])
         assert len(first.fingerprint()) <= 16
 
