@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -29,7 +29,7 @@ from fathom.kernels.bfloat16_cpu import (
     shuffle,
     spread,
 )
-from fathom.kernels.numba_cpu import APPROXIMATE, to_float32
+from fathom.kernels.numba_cpu import APPROXIMATE, prefetch, to_float32
 
 _LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
 
@@ -144,6 +144,40 @@ def _add_four(sums, first, rows, weights, t, values, lines, width):
                 )
 
     return loops
+
+
+@njit(error_model="numpy", cache=True)
+def four_lines(slots, paged, entry, last, slot, line):
+    """Lines of four entries in a row, the last one's for those behind it.
+
+    Args:
+        slots: where entries are looked up if they are ``paged``.
+        entry: the first one; last: nothing is read behind it.
+        slot: lines between two slots; line: of the head within a slot.
+    """
+    e0, e1, e2, e3 = min(entry, last), min(entry + 1, last), min(entry + 2, last), min(entry + 3, last)
+    if paged:
+        e0, e1, e2, e3 = slots[e0], slots[e1], slots[e2], slots[e3]
+    return e0 * slot + line, e1 * slot + line, e2 * slot + line, e3 * slot + line
+
+
+@njit(error_model="numpy", cache=True)
+def ask_for_four(array, lines, step, width, cache_line):
+    """Ask for four lines of ``width`` elements, ``cache_line`` of them in a line of the processor's caches.
+
+    Returns:
+        Where the next head's lines begin.
+    """
+    for line in lines:
+        for d in range(0, width, cache_line):
+            prefetch(array, line, d)
+    return next_head(lines, step)
+
+
+@njit(error_model="numpy", cache=True)
+def next_head(lines, step):
+    """The same four entries of the next head, ``step`` lines on."""
+    return lines[0] + step, lines[1] + step, lines[2] + step, lines[3] + step
 
 
 # Of two lines, the lower or the upper four elements of each group of eight, in pairs: one instruction each.

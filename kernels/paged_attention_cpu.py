@@ -16,7 +16,15 @@ from numba import njit, prange
 
 from fathom.kernels.bfloat16_cpu import LANES, has_bfloat16_products
 from fathom.kernels.extend_attention import extend_attention_reference
-from fathom.kernels.four_lines_cpu import add_four, dot_four, places_of_sums, square_four
+from fathom.kernels.four_lines_cpu import (
+    add_four,
+    ask_for_four,
+    dot_four,
+    four_lines,
+    next_head,
+    places_of_sums,
+    square_four,
+)
 from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
@@ -255,29 +263,6 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
     paged_attention(query, pool, torch.zeros(1, 1, dtype=torch.int32), plan_packed(one, one, kv_heads), 1.0)
 
 
-@njit(error_model="numpy", cache=True)
-def _four_lines(slots, paged, entry, last, slot, line):
-    """Lines of four entries in a row, the last one's for those behind it."""
-    e0, e1, e2, e3 = min(entry, last), min(entry + 1, last), min(entry + 2, last), min(entry + 3, last)
-    if paged:
-        e0, e1, e2, e3 = slots[e0], slots[e1], slots[e2], slots[e3]
-    return e0 * slot + line, e1 * slot + line, e2 * slot + line, e3 * slot + line
-
-
-@njit(error_model="numpy", cache=True)
-def _ask_for(array, lines, step, width, cache_line):
-    """Prefetch a part of four lines, and where the next head's begin."""
-    for line in lines:
-        for d in range(0, width, cache_line):
-            prefetch(array, line, d)
-    return _next_head(lines, step)
-
-
-@njit(error_model="numpy", cache=True)
-def _next_head(lines, step):
-    return lines[0] + step, lines[1] + step, lines[2] + step, lines[3] + step
-
-
 @functools.cache
 def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, products: bool):
     """The kernel with the bounds of its inner loops fixed, which lets LLVM unroll and vectorise them."""
@@ -330,14 +315,14 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                                 prefetch(norms[kept], h0 + h, t)
                     # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                     for t in range(0, n, 4):
-                        lines = _four_lines(slots, paged, begin + t, last, key_slot, key_line)
-                        later = _four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
+                        lines = four_lines(slots, paged, begin + t, last, key_slot, key_line)
+                        later = four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
                         for h in range(many):
-                            later = _ask_for(keys, later, key_head, head_dim, cache_line)
+                            later = ask_for_four(keys, later, key_head, head_dim, cache_line)
                             dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
                             if keep:
                                 square_four(q, keys, lines, squares, h, t, head_dim)
-                            lines = _next_head(lines, key_head)
+                            lines = next_head(lines, key_head)
                     if keep:
                         for h in range(many):
                             kept_norms, own_squares = norms[kept, h0 + h], squares[h]
@@ -358,14 +343,14 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                                 kept_scores[begin + t] = own_scores[t]
                         fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
                     for t in range(0, n, 4):
-                        lines = _four_lines(slots, paged, begin + t, last, value_slot, value_line)
-                        later = _four_lines(
+                        lines = four_lines(slots, paged, begin + t, last, value_slot, value_line)
+                        later = four_lines(
                             slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line
                         )
                         for h in range(many):
-                            later = _ask_for(values, later, value_head, value_dim, cache_line)
+                            later = ask_for_four(values, later, value_head, value_dim, cache_line)
                             add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
-                            lines = _next_head(lines, value_head)
+                            lines = next_head(lines, value_head)
                 for x in range(total_rows):
                     partial[i, x] = acc[x]
                     partial_max[i, x] = top[x]

@@ -7,9 +7,10 @@ Two reductions of ``softmax(q · k * scale)`` over paged keys:
 - :func:`row_mean_scores` (FastKV, Eq. 1 before its pooling; SnapKV): mean over the query rows; one score per head
   and token. :func:`pool_saliency` then ranks the tokens before the window.
 
-Both read the keys twice (once for the softmax statistics, once for the scores) and hold at most ``[heads, rows,
-block]`` probabilities. ``*_reference`` are the plain-PyTorch references; on a GPU the Triton kernels of
-``window_scores_triton`` run in place of the CPU path. Scores beyond a request's length are 0.
+The keys are read twice (once for the softmax statistics, once for the scores), block by block; on a CPU
+``window_scores_cpu`` reads them once for the means and keeps a few heads' exponentials. ``*_reference`` are the
+plain-PyTorch references; on a GPU the Triton kernels of ``window_scores_triton`` run. Scores beyond a request's
+length are 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -153,7 +154,9 @@ def row_mean_scores(query: torch.Tensor, keys: torch.Tensor, window: Window, sca
     if runs_triton(query):
         window_scores_triton.row_mean(query, keys, *window.device_arguments(), window.causal, scale, out)
     else:
-        _row_mean_cpu(query, keys, window, scale, out)
+        from fathom.kernels.window_scores_cpu import row_mean_cpu
+
+        row_mean_cpu(query, keys, window, scale, out)
     return out
 
 
@@ -248,16 +251,13 @@ class _Logits:
     The rows of a block are [kv_heads, group * rows]: query heads of a KV head side by side, so nothing is repeated.
     """
 
-    def __init__(
-        self, query: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, scale: float, causal: bool
-    ):
+    def __init__(self, query: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, scale: float):
         rows, heads, dim = query.shape
         self.kv_heads, self.rows, self.length = keys.shape[1], rows, len(slots)
         self.group = heads // self.kv_heads
         packed = query.float().view(rows, self.kv_heads, self.group, dim).permute(1, 2, 0, 3)
         self.query = packed.reshape(self.kv_heads, self.group * rows, dim) * scale
         self.keys, self.slots = keys, slots
-        self.last_seen = torch.arange(self.length - rows, self.length) if causal else None
 
     def blocks(self, margin: int = 0) -> Iterator[tuple[int, int]]:
         """Bounds of the blocks; with ``margin`` they are made smaller by what is computed on either side."""
@@ -269,13 +269,9 @@ class _Logits:
             yield begin, min(begin + size, self.length)
 
     def block(self, begin: int, end: int) -> torch.Tensor:
-        """[kv_heads, group * rows, end - begin] float32; -inf where a row does not see a key."""
+        """[kv_heads, group * rows, end - begin] float32."""
         k = self.keys.index_select(0, self.slots[begin:end]).float()
-        logits = torch.bmm(self.query, k.permute(1, 2, 0))
-        if self.last_seen is not None and end > self.length - self.rows + 1:
-            hidden = torch.arange(begin, end) > self.last_seen.unsqueeze(1)
-            logits.view(self.kv_heads, self.group, self.rows, -1).masked_fill_(hidden, float("-inf"))
-        return logits
+        return torch.bmm(self.query, k.permute(1, 2, 0))
 
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Row maxima and reciprocal sums [kv_heads, group * rows, 1], and the logits where one block holds all."""
@@ -291,7 +287,7 @@ class _Logits:
         whole = logits if logits is not None and logits.shape[-1] == self.length else None
         return top, total.reciprocal_(), whole
 
-    def probabilities(self, margin: int = 0) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def probabilities(self, margin: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Block bounds and [kv_heads, group * rows, end - begin + 2 * margin]; 0 beyond the prompt's ends."""
         top, inverse, whole = self.statistics()
         for begin, end in self.blocks(margin):
@@ -328,18 +324,8 @@ def _pooled_max_cpu(
     query: torch.Tensor, keys: torch.Tensor, window: Window, scale: float, pool: int, out: torch.Tensor
 ) -> None:
     for index, rows, length in window.requests():
-        logits = _Logits(query[rows], keys, window.slots[index, :length], scale, causal=False)
+        logits = _Logits(query[rows], keys, window.slots[index, :length], scale)
         for begin, end, p in logits.probabilities(pool // 2):
             sums = _window_sums(p, pool).view(-1, logits.rows, end - begin)
             part = out[rows, begin:end]
             torch.maximum(part, sums.amax(0).div_(pool), out=part)
-
-
-def _row_mean_cpu(
-    query: torch.Tensor, keys: torch.Tensor, window: Window, scale: float, out: torch.Tensor
-) -> None:
-    for index, rows, length in window.requests():
-        logits = _Logits(query[rows], keys, window.slots[index, :length], scale, window.causal)
-        for begin, end, p in logits.probabilities():
-            mean = p.view(logits.kv_heads * logits.group, logits.rows, end - begin).mean(1)
-            out[index, :, begin:end] = mean

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from fathom.kernels import paged_attention_cpu, prefill_attention_cpu, store_kv_cpu
+from fathom.kernels import paged_attention_cpu, prefill_attention_cpu, store_kv_cpu, window_scores_cpu
 from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
@@ -133,6 +133,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         self.bfloat16_products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
         if self.bfloat16_products:
             prefill_attention_cpu.warm_up(*shape)
+        window_scores_cpu.warm_up(*shape[:3], model_runner.kv_cache_dtype)
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:

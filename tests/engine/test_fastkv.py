@@ -161,7 +161,7 @@ def check_rates_of_one(server):
 
 
 def check_one_cached_prompt(server, whole, retained):
-    """What retention leaves in the prefix cache is what a request without it leaves, to the bit, and serves both."""
+    """What a request leaves in the prefix cache is the same to the bit with retention, and serves both."""
     prompt = prompts(4)[-1]
     found = {}
     for first in (whole, retained):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fathom.kernels import window_scores
+from fathom.kernels import window_scores, window_scores_cpu
 from fathom.kernels.window_scores import (
     pool_saliency,
     pooled_max_scores,
@@ -25,6 +25,7 @@ SHAPES = [
     ([8], [13], 4, 4, 16),
     ([8, 1, 3], [700, 512, 30], 4, 2, 16),
     ([2, 8], [1029, 1537], 6, 2, 20),
+    ([8, 3], [2100, 60], 4, 2, 64),
 ]
 
 
@@ -46,8 +47,9 @@ def problem(rows, lengths, heads, kv_heads, dim, dtype=torch.float32, causal=Fal
 
 @pytest.fixture(params=[512, 1 << 22], ids=["blocks", "whole"])
 def block_bytes(request, monkeypatch):
-    """The smallest blocks there are (512 keys), and one block for everything."""
+    """The smallest blocks there are (512 keys; one KV head), and one block for everything."""
     monkeypatch.setattr(window_scores, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(window_scores_cpu, "KEPT_BYTES", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,7 +79,7 @@ def test_pooled_max_runs_over_layers_in_place():
     assert torch.equal(first, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_row_mean_equals_reference(shape, causal, dtype, block_bytes):
@@ -100,10 +102,13 @@ def test_large_logits_do_not_overflow(block_bytes):
 
 def test_a_request_scores_the_same_in_any_batch():
     query, keys, window = problem([8, 1, 3], [700, 512, 30], 4, 2, 16)
-    together = pooled_max_scores(query, keys, window, 0.25)
+    together, means = (score(query, keys, window, 0.25) for score in (pooled_max_scores, row_mean_scores))
     for index, rows, length in window.requests():
         own = window_of([window.rows[index]], [length], window.slots[index : index + 1], False)
         assert torch.equal(pooled_max_scores(query[rows], keys, own, 0.25), together[rows])
+        assert torch.equal(
+            row_mean_scores(query[rows], keys, own, 0.25)[0], means[index, :, : own.slots.shape[1]]
+        )
 
 
 def test_equal_keys_get_equal_scores(block_bytes):

@@ -1,0 +1,143 @@
+"""FastKV's window scores on the CPU; contract and plain version are in ``window_scores.py``.
+
+Keys are read once. What their products with the window's rows are is kept, a few heads at a time, until the sums of
+all exponentials are known.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from fathom.kernels.four_lines_cpu import ask_for_four, dot_four, four_lines, next_head
+from fathom.kernels.numba_cpu import (
+    APPROXIMATE,
+    DTYPES,
+    LINE_BYTES,
+    as_array,
+    as_lines,
+    exp_float32,
+    match_torch_threads,
+)
+from fathom.kernels.paged_attention_cpu import KEYS_AHEAD, takes_products
+
+if TYPE_CHECKING:
+    from fathom.kernels.window_scores import Window
+
+KEYS_PER_TASK = 1024
+"""A multiple of four."""
+
+PADDING = 16
+"""Floats between the rows of a task: rows a power of two apart would lie in the same few places of a cache."""
+
+KEPT_BYTES = 16 << 20
+"""Exponentials that are kept at a time, unless those of one KV head are more."""
+
+
+def row_mean_cpu(
+    query: torch.Tensor, keys: torch.Tensor, window: "Window", scale: float, out: torch.Tensor
+) -> None:
+    """``row_mean_scores`` on the CPU, into ``out``.
+
+    Raises:
+        TypeError: for keys of another dtype than float32, bfloat16 and float16.
+    """
+    if keys.dtype not in DTYPES:
+        raise TypeError(f"keys of {keys.dtype} are not supported; legal: {', '.join(map(str, DTYPES))}")
+    kv_heads, dim = keys.shape[1:]
+    products = takes_products(query.dtype, keys.dtype, dim)
+    operand = as_array(query.contiguous()) if products else query.float().numpy()
+    kernel, lines = _compiled(dim, keys.dtype, products), as_lines(keys)
+    for index, rows, length in window.requests():
+        own, slots = operand[rows], window.slots[index, :length].long().numpy()
+        of_head = len(own) * (operand.shape[1] // kv_heads)
+        runs = -(-length // KEYS_PER_TASK)
+        at_once = min(max(KEPT_BYTES // (4 * of_head * length), 1), kv_heads)
+        weights = np.empty((runs, at_once * of_head, KEYS_PER_TASK + PADDING), np.float32)
+        tops, totals = np.empty((2, runs, at_once * of_head), np.float32)
+        for first in range(0, kv_heads, at_once):
+            heads = first, min(at_once, kv_heads - first), operand.shape[1] // kv_heads
+            kept = weights, tops, totals
+            kernel(own, *lines, slots, heads, window.causal, np.float32(scale), kept, out[index].numpy())
+
+
+def warm_up(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Compile for these shapes now, so that no request waits for it (a few seconds, cached on disk)."""
+    from fathom.kernels.window_scores import window_of
+
+    query, keys = (torch.zeros(1, n, head_dim, dtype=dtype) for n in (heads, kv_heads))
+    window = window_of([1], [1], torch.zeros(1, 1, dtype=torch.int64), causal=True)
+    row_mean_cpu(query, keys, window, 1.0, torch.zeros(1, heads, 1))
+
+
+@functools.cache
+def _compiled(head_dim: int, dtype: torch.dtype, products: bool) -> Callable[..., None]:
+    match_torch_threads()
+    cache_line = LINE_BYTES // dtype.itemsize
+    operand = np.uint16 if products else np.float32
+    lowest, zero = np.float32(-np.inf), np.float32(0)
+    size = KEYS_PER_TASK
+
+    @njit(parallel=True, **APPROXIMATE)
+    def kernel(query, keys, slot, head, slots, heads, causal, scale, kept, out):
+        weights, tops, totals = kept
+        h0, many, group = heads
+        window, n = len(query), len(slots)
+        rows, runs = group * window, -(-n // size)
+        total_rows = many * rows
+        for run in prange(runs):
+            begin, end = run * size, min(run * size + size, n)
+            own, q = weights[run], np.empty((total_rows, head_dim), operand)
+            for x in range(total_rows):
+                given = query[x % window, h0 * group + x // window]
+                for d in range(head_dim):
+                    q[x, d] = given[d]
+            for t in range(0, end - begin, 4):
+                lines = four_lines(slots, True, begin + t, end - 1, slot, h0 * head)
+                later = four_lines(slots, True, begin + t + KEYS_AHEAD, n - 1, slot, h0 * head)
+                for h in range(many):
+                    later = ask_for_four(keys, later, head, head_dim, cache_line)
+                    dot_four(q, h * rows, rows, keys, lines, own, t, scale, head_dim)
+                    lines = next_head(lines, head)
+            best = np.empty(PADDING, np.float32)
+            for x in range(total_rows):
+                line, seen = own[x, :size], end - begin
+                if causal:
+                    seen = min(max(n - window + x % window + 1 - begin, 0), seen)
+                line[seen:] = lowest
+                best[:] = lowest
+                for first in range(0, size, PADDING):
+                    part = line[first : first + PADDING]
+                    for j in range(PADDING):
+                        best[j] = part[j] if part[j] > best[j] else best[j]
+                top, total = best.max(), zero
+                if seen == 0:
+                    line[:] = zero
+                else:
+                    for t in range(size):
+                        weight = exp_float32(line[t] - top)
+                        line[t] = weight
+                        total += weight
+                tops[run, x], totals[run, x] = top, total
+        # From here on `tops` holds what makes an exponential its share of the mean over the window's rows.
+        for x in range(total_rows):
+            top, total = tops[:, x].max(), zero
+            for run in range(runs):
+                tops[run, x] = exp_float32(tops[run, x] - top)
+                total += tops[run, x] * totals[run, x]
+            for run in range(runs):
+                tops[run, x] /= total * np.float32(window)
+        for run in prange(runs):
+            begin, end = run * size, min(run * size + size, n)
+            for y in range(many * group):
+                line = out[h0 * group + y, begin:end]
+                line[:] = zero
+                for x in range(y * window, y * window + window):
+                    share, weight = tops[run, x], weights[run, x]
+                    for t in range(len(line)):
+                        line[t] += share * weight[t]
+
+    return kernel
