@@ -4,6 +4,7 @@ It is registered under SGLang's name ``torch_native``: SGLang takes any backend 
 launches Triton kernels, so this slot is the one that keeps every helper on its PyTorch path.
 """
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -57,19 +58,25 @@ def _few_queries(
     """Those of at most ``most`` queries that are not skipped."""
     key = ("few", kv_heads, most, window)
     if key not in span_view.cache:
-        entry, query = span_view.entry, span_view.query
-        entries, queries = np.diff(entry), np.diff(query)
-        chosen = queries <= most
+        entry, query, slots = span_view.entry, span_view.query, span_view.slots
+        chosen = np.diff(query) <= most
         if skipped is not None:
             chosen &= ~skipped
-        rows, slots = None, span_view.slots
+        entries, queries = (np.diff(x)[chosen].astype(np.int64).tobytes() for x in (entry, query))
+        tasks = _plan_few(entries, queries, kv_heads, window)
+        rows = None
         if not chosen.all():
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, queries)))
-            slots = slots[np.repeat(chosen, entries)]
-            entry, query = (np.concatenate([[0], np.cumsum(counts[chosen])]) for counts in (entries, queries))
-        tasks = plan_packed(entry, query, kv_heads, window)
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, np.diff(query))))
+            slots = slots[np.repeat(chosen, np.diff(entry))]
         span_view.cache[key] = FewQueries(chosen, rows, torch.from_numpy(slots).view(1, -1), tasks)
     return span_view.cache[key]
+
+
+@functools.lru_cache(maxsize=8)
+def _plan_few(entries: bytes, queries: bytes, kv_heads: int, window: int) -> Tasks:
+    """The work for requests of so many entries and queries, int64: spans whose tables are as long share a plan."""
+    entry, query = (np.cumsum([0, *np.frombuffer(counts, np.int64)]) for counts in (entries, queries))
+    return plan_packed(entry, query, kv_heads, window)
 
 
 def _tiles(span_view: SpanView, chosen: np.ndarray, layer: "RadixAttention") -> np.ndarray:
