@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 KEYS_PER_TASK = 1024
 """A multiple of four."""
 
-PADDING = 16
-"""Floats between the rows of a task: rows a power of two apart would lie in the same few places of a cache."""
+VECTOR = 16
+"""Floats whose largest are looked for at a time, and between the rows of a task: rows that are a power of two apart
+would lie in the same few places of a cache."""
 
 KEPT_BYTES = 16 << 20
 """Exponentials that are kept at a time, unless those of one KV head are more."""
@@ -40,7 +41,7 @@ KEPT_BYTES = 16 << 20
 def row_mean_cpu(
     query: torch.Tensor, keys: torch.Tensor, window: "Window", scale: float, out: torch.Tensor
 ) -> None:
-    """``row_mean_scores`` on the CPU, into ``out``.
+    """``row_mean_scores`` on the CPU, into ``out`` [batch, heads, max_keys] float32.
 
     Raises:
         TypeError: for keys of another dtype than float32, bfloat16 and float16.
@@ -56,11 +57,11 @@ def row_mean_cpu(
         of_head = len(own) * (operand.shape[1] // kv_heads)
         runs = -(-length // KEYS_PER_TASK)
         at_once = min(max(KEPT_BYTES // (4 * of_head * length), 1), kv_heads)
-        weights = np.empty((runs, at_once * of_head, KEYS_PER_TASK + PADDING), np.float32)
+        weights = np.empty((runs, at_once * of_head, KEYS_PER_TASK + VECTOR), np.float32)
         tops, totals = np.empty((2, runs, at_once * of_head), np.float32)
+        kept = weights, tops, totals
         for first in range(0, kv_heads, at_once):
             heads = first, min(at_once, kv_heads - first), operand.shape[1] // kv_heads
-            kept = weights, tops, totals
             kernel(own, *lines, slots, heads, window.causal, np.float32(scale), kept, out[index].numpy())
 
 
@@ -75,6 +76,7 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Non
 
 @functools.cache
 def _compiled(head_dim: int, dtype: torch.dtype, products: bool) -> Callable[..., None]:
+    """The kernel; its ``heads`` are the first KV head, how many, and query heads on each."""
     match_torch_threads()
     cache_line = LINE_BYTES // dtype.itemsize
     operand = np.uint16 if products else np.float32
@@ -102,16 +104,16 @@ def _compiled(head_dim: int, dtype: torch.dtype, products: bool) -> Callable[...
                     later = ask_for_four(keys, later, head, head_dim, cache_line)
                     dot_four(q, h * rows, rows, keys, lines, own, t, scale, head_dim)
                     lines = next_head(lines, head)
-            best = np.empty(PADDING, np.float32)
+            best = np.empty(VECTOR, np.float32)
             for x in range(total_rows):
                 line, seen = own[x, :size], end - begin
                 if causal:
                     seen = min(max(n - window + x % window + 1 - begin, 0), seen)
                 line[seen:] = lowest
                 best[:] = lowest
-                for first in range(0, size, PADDING):
-                    part = line[first : first + PADDING]
-                    for j in range(PADDING):
+                for first in range(0, size, VECTOR):
+                    part = line[first : first + VECTOR]
+                    for j in range(VECTOR):
                         best[j] = part[j] if part[j] > best[j] else best[j]
                 top, total = best.max(), zero
                 if seen == 0:
