@@ -19,7 +19,7 @@ def selector_scores_cpu(
 ) -> torch.Tensor:
     """``selector_scores`` on the CPU; same arguments.
 
-    Exponents of one half, which both are by default, are square roots and products instead of exponentials.
+    Where both exponents are one half, as they are by default, roots and products take the place of exponentials.
     """
     requests, kv_heads, _, n = logits.shape
     scores = torch.empty(requests, kv_heads, n)
@@ -40,7 +40,7 @@ def selector_scores_cpu(
         c.epsilon,
         math.log(c.epsilon),
     )
-    _scores(c.power == 0.5, c.norm_decay == 0.5)(
+    _scores(c.power == c.norm_decay == 0.5)(
         logits.numpy(),
         key_norms.numpy(),
         low,
@@ -79,10 +79,10 @@ def _positions() -> Callable[..., None]:
 
 
 @functools.cache
-def _scores(half_power: bool, half_decay: bool) -> Callable[..., None]:
+def _scores(halves: bool) -> Callable[..., None]:
     """
     Args:
-        half_power, half_decay: whether alpha (Eq. 7) and gamma (Eq. 9) are one half.
+        halves: whether alpha (Eq. 7) and gamma (Eq. 9) are one half.
     """
     match_torch_threads()
     lowest, zero, one = np.float32(-np.inf), np.float32(0), np.float32(1)
@@ -113,7 +113,7 @@ def _scores(half_power: bool, half_decay: bool) -> Callable[..., None]:
                     own = powers[q, first - low : first - low + len(source)]
                     for t in range(len(source)):
                         own[t] = exp_float32(power * (source[t] - top))
-                        part += own[t] * own[t] if half_power else exp_float32(source[t] - top)
+                        part += own[t] * own[t] if halves else exp_float32(source[t] - top)
                     total += part
                 scale[q] = exp_float32(-power * log_float32(np.float32(total)))
             sum_f = sum_r = sum_ff = sum_fr = sum_rr = 0.0
@@ -129,14 +129,11 @@ def _scores(half_power: bool, half_decay: bool) -> Callable[..., None]:
                 fs, xs = evidence[r, h, first : first + size], prior[r, h, first : first + size]
                 part_f = part_r = part_ff = part_fr = part_rr = zero
                 for t in range(size):
-                    if half_power:
-                        f = mean[t] * mean[t]
+                    norm = norms[t] + epsilon
+                    if halves:
+                        f, x = mean[t] * mean[t], place[t] / np.sqrt(norm)
                     else:
                         f = exp_float32(root * log_float32(mean[t])) if mean[t] > zero else zero
-                    norm = norms[t] + epsilon
-                    if half_decay:
-                        x = place[t] / np.sqrt(norm)
-                    else:
                         x = place[t] * exp_float32(-norm_decay * log_float32(norm))
                     fs[t], xs[t] = f, x
                     part_f += f
