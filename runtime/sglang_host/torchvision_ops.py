@@ -20,8 +20,8 @@ def _loads() -> bool:
         return True  # nothing to help: let the import error name what is missing
     libraries = [p for p in Path(spec.origin).parent.glob("_C*") if p.suffix in {".so", ".pyd"}]
     try:
-        for library in libraries:
-            torch.ops.load_library(str(library))
+        for path in libraries:
+            torch.ops.load_library(str(path))
     except OSError:
         return False
     return bool(libraries)
@@ -30,8 +30,9 @@ def _loads() -> bool:
 def declare() -> None:
     """Define ``torchvision::nms`` and ``::qnms`` where torchvision cannot. Call before importing SGLang."""
     import torch
+    from torch import library
 
     if hasattr(torch.ops.torchvision, "nms") or _loads():
         return
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", _SCHEMA)
+        library.define(f"torchvision::{name}", _SCHEMA)

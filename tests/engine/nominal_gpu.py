@@ -15,6 +15,7 @@ torchvision_ops.declare()
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
+from torch import library  # noqa: E402
 
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
@@ -182,8 +183,8 @@ def install():
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     # What PyTorch makes of data, past any mode.
     for made in (aten.empty_strided.default, aten.empty.memory_format):
-        torch.library.impl(made.name(), NAME, lambda *args, made=made, **kwargs: run(made, args, kwargs))
-    torch.library.impl(aten._copy_from.default.name(), NAME, copy_from)
+        library.impl(made.name(), NAME, lambda *args, made=made, **kwargs: run(made, args, kwargs))
+    library.impl(aten._copy_from.default.name(), NAME, copy_from)
     platforms._current_platform = NominalPlatform()
     engine_args.GPU_RULES = engine_args.GPU_RULES[1:]  # all but the device's name
     unwrap = interpreter._unwrap_tensor
