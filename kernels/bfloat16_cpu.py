@@ -82,6 +82,14 @@ def multiply_add(builder, sums, a, b):
     return builder.call(function, [sums, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
 
 
+def round_sixteen(builder, x):
+    """Sixteen float32 numbers as bfloat16, rounded to nearest, ties to even."""
+    kind = ir.VectorType(_BFloat(), 16)
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [FLOATS]), name)
+    return builder.bitcast(builder.call(function, [x]), ir.VectorType(ir.IntType(16), 16))
+
+
 @intrinsic(prefer_literal=True)
 def tile_products(typing_context, sums, row, column, left, right, pairs, rows, vectors, add, ahead):
     """``sums[row + r, column + c] = left[row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.

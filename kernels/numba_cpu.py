@@ -281,33 +281,3 @@ def log_float32(x):
     p = (((((((_L0 * r + _L1) * r + _L2) * r + _L3) * r + _L4) * r + _L5) * r + _L6) * r + _L7) * r + _L8
     y = r * square * p + n * _LN2_LOW - _HALF * square
     return r + y + n * _LN2_HIGH
-
-
-@njit(**APPROXIMATE)
-def fold_block(score, scale, weight, sums, top, total, x):
-    """One block of scores into row x's running softmax: ``top[x]``, ``total[x]`` and what ``sums`` holds so far.
-
-    Args:
-        score: [block] float32, -inf where the row sees nothing; scale: positive, of the scores.
-        weight: [block], written in its own number format.
-        sums: [width] float32, scaled to the new top.
-    """
-    new_top = np.float32(-np.inf)
-    for t in range(len(score)):
-        new_top = max(new_top, score[t])
-    new_top = max(new_top * scale, top[x])
-    if new_top == -np.inf:
-        weight[:] = 0
-        return
-    if new_top > top[x]:
-        rescale = exp_float32(top[x] - new_top)
-        top[x] = new_top
-        total[x] *= rescale
-        for d in range(len(sums)):
-            sums[d] *= rescale
-    block_total = np.float32(0)
-    for t in range(len(score)):
-        w = exp_float32(score[t] * scale - new_top)
-        weight[t] = from_float32(w, weight)
-        block_total += w
-    total[x] += block_total

@@ -31,10 +31,10 @@ from fathom.kernels.numba_cpu import (
     DTYPES,
     LINE_BYTES,
     as_array,
-    fold_block,
     match_torch_threads,
     prefetch,
 )
+from fathom.kernels.softmax_cpu import fold_block
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence

@@ -17,11 +17,11 @@ from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     as_array,
-    fold_block,
     from_float32,
     match_torch_threads,
 )
 from fathom.kernels.paged_attention_cpu import EVERYTHING
+from fathom.kernels.softmax_cpu import fold_block
 
 TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
