@@ -32,6 +32,7 @@ from fathom.kernels.bfloat16_cpu import (
 from fathom.kernels.numba_cpu import APPROXIMATE, prefetch, to_float32
 
 _LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
+_LOOPS["forceinline"] = True  # thirty arguments would go through memory
 
 
 def places_of_sums(width: int, bfloat16: bool) -> np.ndarray:

@@ -21,7 +21,7 @@ from fathom.kernels.numba_cpu import APPROXIMATE, exp_float32
 _LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
 
 
-@njit(**APPROXIMATE)
+@njit(**APPROXIMATE, forceinline=True)
 def fold_block(score, scale, weight, sums, top, total, x):
     """One block of scores into row x's running softmax: ``top[x]``, ``total[x]`` and what ``sums`` holds so far.
 
