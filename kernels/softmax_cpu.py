@@ -119,13 +119,12 @@ def _exponentials_avx512(typing_context, score, scale, top, weight):
     def codegen(context, builder, signature, args):
         count, first = _vectors(context, builder, args[0], signature.args[0])
         _, written = _vectors(context, builder, args[3], signature.args[3], ir.IntType(16))
-        log2_e = ir.Constant(ir.FloatType(), _LOG2_E)
-        factor = spread(builder, builder.fmul(args[1], log2_e), 16)
-        less = spread(builder, builder.fneg(builder.fmul(args[2], log2_e)), 16)
+        factor, less = spread(builder, args[1], 16), spread(builder, builder.fneg(args[2]), 16)
         total = cgutils.alloca_once_value(builder, ZEROS)
         with cgutils.for_range(builder, count) as loop:
             x = builder.load(builder.gep(first, [loop.index]), align=4)
-            x = _call(builder, "llvm.fma.v16f32", x, factor, less)
+            # The power of e, then of two: what is near the top, and weighs most, loses nothing.
+            x = builder.fmul(_call(builder, "llvm.fma.v16f32", x, factor, less), _constants(_LOG2_E))
             x = builder.select(builder.fcmp_ordered("<", x, _constants(_LEAST)), _constants(_LEAST), x)
             whole = _call(builder, "llvm.nearbyint.v16f32", x)
             rest, power = builder.fsub(x, whole), _constants(_POWER_OF_TWO[0])
