@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from fathom.kernels.numba_cpu import ask_for
+from fathom.kernels.numba_cpu import ask_for, call
 
 LANES = 32
 """Lines of bfloat16 products are whole multiples of so many elements."""
@@ -77,17 +77,14 @@ def spread(builder, value, lanes):
 
 def multiply_add(builder, sums, a, b):
     """``sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]`` of bfloat16 numbers."""
-    kind = ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [sums, builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)])
+    a, b = builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, a, b)
 
 
 def round_sixteen(builder, x):
     """Sixteen float32 numbers as bfloat16, rounded to nearest, ties to even."""
-    kind = ir.VectorType(_BFloat(), 16)
-    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [FLOATS]), name)
-    return builder.bitcast(builder.call(function, [x]), ir.VectorType(ir.IntType(16), 16))
+    rounded = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(_BFloat(), 16), x)
+    return builder.bitcast(rounded, ir.VectorType(ir.IntType(16), 16))
 
 
 @intrinsic(prefer_literal=True)

@@ -9,8 +9,6 @@ forms, chosen by the types of its arrays when a kernel is compiled:
   in flash attention on GPUs.
 """
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -29,10 +27,7 @@ from fathom.kernels.bfloat16_cpu import (
     shuffle,
     spread,
 )
-from fathom.kernels.numba_cpu import APPROXIMATE, prefetch, to_float32
-
-_LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
-_LOOPS["forceinline"] = True  # thirty arguments would go through memory
+from fathom.kernels.numba_cpu import INNER, prefetch, to_float32
 
 
 def places_of_sums(width: int, bfloat16: bool) -> np.ndarray:
@@ -67,7 +62,7 @@ def add_four(sums, first, rows, weights, t, values, lines, width):
     """
 
 
-@overload(dot_four, jit_options=_LOOPS, prefer_literal=True)
+@overload(dot_four, jit_options=INNER, prefer_literal=True)
 def _dot_four(query, first, rows, keys, lines, scores, t, scale, width):
     if query.dtype == types.uint16:
 
@@ -98,7 +93,7 @@ def _dot_four(query, first, rows, keys, lines, scores, t, scale, width):
     return loops
 
 
-@overload(square_four, jit_options=_LOOPS, prefer_literal=True)
+@overload(square_four, jit_options=INNER, prefer_literal=True)
 def _square_four(query, keys, lines, squares, h, t, width):
     if query.dtype == types.uint16:
 
@@ -120,7 +115,7 @@ def _square_four(query, keys, lines, squares, h, t, width):
     return loops
 
 
-@overload(add_four, jit_options=_LOOPS, prefer_literal=True)
+@overload(add_four, jit_options=INNER, prefer_literal=True)
 def _add_four(sums, first, rows, weights, t, values, lines, width):
     if weights.dtype == types.uint16:
 

@@ -42,6 +42,9 @@ LOOPS: dict[str, Any] = {
 # The same for attention, whose exponentials may be approximate.
 APPROXIMATE = LOOPS | {"fastmath": LOOPS["fastmath"] | {"afn"}}
 
+# The same for overloads that stand in an inner loop: as calls, all fields of their arrays would go through memory.
+INNER: dict[str, Any] = {"fastmath": APPROXIMATE["fastmath"], "error_model": "numpy", "forceinline": True}
+
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
@@ -129,11 +132,15 @@ def prefetch(typing_context, array, line, element):
 
 def ask_for(builder, place):
     """What :func:`prefetch` does, for other intrinsics: the cache line at a pointer."""
-    byte, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-    wants = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-    function = cgutils.get_or_insert_function(builder.module, wants, "llvm.prefetch.p0i8")
+    place = builder.bitcast(place, ir.PointerType(ir.IntType(8)))
     read, keep, data = _constant(0), _constant(2), _constant(1)
-    builder.call(function, [builder.bitcast(place, byte), read, keep, data])
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, read, keep, data)
+
+
+def call(builder, name, result, *args):
+    """Call one of LLVM's intrinsics; ``result`` is its type."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _constant(value: int) -> ir.Constant:

@@ -6,7 +6,6 @@ for float32, and AVX-512's own instructions for weights that are rounded to bflo
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -16,9 +15,7 @@ from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 
 from fathom.kernels.bfloat16_cpu import FLOATS, ZEROS, pointer_to, round_sixteen, shuffle, spread
-from fathom.kernels.numba_cpu import APPROXIMATE, exp_float32
-
-_LOOPS: dict[str, Any] = {name: value for name, value in APPROXIMATE.items() if name != "cache"}
+from fathom.kernels.numba_cpu import APPROXIMATE, INNER, call, exp_float32
 
 
 @njit(**APPROXIMATE, forceinline=True)
@@ -51,7 +48,7 @@ def _exponentials(score, scale, top, weight):
     """``weight[t] = exp(scale * score[t] - top)``, and what they add up to before they are rounded."""
 
 
-@overload(_largest, jit_options=_LOOPS)
+@overload(_largest, jit_options=INNER)
 def _largest_of(score, weight):
     if weight.dtype == types.uint16:
         return lambda score, weight: _largest_avx512(score)
@@ -65,7 +62,7 @@ def _largest_of(score, weight):
     return loop
 
 
-@overload(_exponentials, jit_options=_LOOPS)
+@overload(_exponentials, jit_options=INNER)
 def _exponentials_of(score, scale, top, weight):
     if weight.dtype == types.uint16:
         return lambda score, scale, top, weight: _exponentials_avx512(score, scale, top, weight)
@@ -73,15 +70,15 @@ def _exponentials_of(score, scale, top, weight):
     def loop(score, scale, top, weight):
         total = np.float32(0)
         for t in range(len(score)):
-            w = exp_float32(score[t] * scale - top)
-            weight[t] = w
-            total += w
+            weight[t] = exp_float32(score[t] * scale - top)
+            total += weight[t]
         return total
 
     return loop
 
 
 _LOG2_E = 1.44269504088896341
+_HALVES = ir.VectorType(ir.IntType(16), 16)
 _LEAST = -160.0
 """Two to this power is nothing in float32."""
 
@@ -101,7 +98,7 @@ def _largest_avx512(typing_context, score):
     """The largest of [n] float32, n a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        count, first = _vectors(context, builder, args[0], signature.args[0])
+        count, first = _vectors(context, builder, args[0], signature.args[0], FLOATS)
         largest = cgutils.alloca_once_value(builder, _constants(-math.inf))
         with cgutils.for_range(builder, count) as loop:
             x = builder.load(builder.gep(first, [loop.index]), align=4)
@@ -117,22 +114,22 @@ def _exponentials_avx512(typing_context, score, scale, top, weight):
     """:func:`_exponentials` of [n] float32 into [n] uint16, n a multiple of 16."""
 
     def codegen(context, builder, signature, args):
-        count, first = _vectors(context, builder, args[0], signature.args[0])
-        _, written = _vectors(context, builder, args[3], signature.args[3], ir.IntType(16))
+        count, first = _vectors(context, builder, args[0], signature.args[0], FLOATS)
+        _, written = _vectors(context, builder, args[3], signature.args[3], _HALVES)
         factor, less = spread(builder, args[1], 16), spread(builder, builder.fneg(args[2]), 16)
         total = cgutils.alloca_once_value(builder, ZEROS)
         with cgutils.for_range(builder, count) as loop:
             x = builder.load(builder.gep(first, [loop.index]), align=4)
             # The power of e, then of two: what is near the top, and weighs most, loses nothing.
-            x = builder.fmul(_call(builder, "llvm.fma.v16f32", x, factor, less), _constants(_LOG2_E))
+            x = builder.fmul(call(builder, "llvm.fma.v16f32", FLOATS, x, factor, less), _constants(_LOG2_E))
             x = builder.select(builder.fcmp_ordered("<", x, _constants(_LEAST)), _constants(_LEAST), x)
-            whole = _call(builder, "llvm.nearbyint.v16f32", x)
+            whole = call(builder, "llvm.nearbyint.v16f32", FLOATS, x)
             rest, power = builder.fsub(x, whole), _constants(_POWER_OF_TWO[0])
             for coefficient in _POWER_OF_TWO[1:]:
-                power = _call(builder, "llvm.fma.v16f32", power, rest, _constants(coefficient))
+                power = call(builder, "llvm.fma.v16f32", FLOATS, power, rest, _constants(coefficient))
             # power * 2**whole, rounded as always.
             every, usual = ir.Constant(ir.IntType(16), -1), ir.Constant(ir.IntType(32), 4)
-            w = _call(builder, "llvm.x86.avx512.mask.scalef.ps.512", power, whole, power, every, usual)
+            w = call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, every, usual)
             builder.store(builder.fadd(builder.load(total), w), total)
             builder.store(round_sixteen(builder, w), builder.gep(written, [loop.index]), align=2)
         return _folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
@@ -141,23 +138,16 @@ def _exponentials_avx512(typing_context, score, scale, top, weight):
         return types.float32(score, types.float32, types.float32, weight), codegen
 
 
-def _vectors(context, builder, array, kind, element=None):
+def _vectors(context, builder, array, kind, vector):
     """How many vectors of 16 elements an array [n] holds, and a pointer to the first."""
-    element = element or ir.FloatType()
-    shape = arrayobj.make_array(kind)(context, builder, array).shape
     zero = (context.get_constant(types.intp, 0), types.intp)
-    first = pointer_to(context, builder, array, kind, [zero], ir.VectorType(element, 16))
-    length = builder.extract_value(shape, 0)
+    first = pointer_to(context, builder, array, kind, [zero], vector)
+    length = builder.extract_value(arrayobj.make_array(kind)(context, builder, array).shape, 0)
     return builder.lshr(length, ir.Constant(length.type, 4)), first
 
 
 def _constants(value):
     return ir.Constant(FLOATS, [value] * 16)
-
-
-def _call(builder, name, *args):
-    kind = ir.FunctionType(FLOATS, [x.type for x in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _larger(builder, a, b):

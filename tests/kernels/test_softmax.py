@@ -51,6 +51,15 @@ def test_folded_blocks_are_the_softmax_of_the_row(form, scale, spread, rising):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_large_scores_lose_no_more_than_their_own_last_bits(form):
+    """A decode step and a prefill, which scale scores elsewhere, then differ in next to no weight."""
+    generator = np.random.default_rng(2)
+    scores = (6000 + 8 * generator.standard_normal((BLOCKS, BLOCK))).astype(np.float32)
+    _, _, top, total = folded(scores, 0.125, form)
+    assert total == pytest.approx(np.exp(scores.astype(np.float64) * 0.125 - top).sum(), rel=2e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_that_sees_nothing_weighs_nothing(form):
     written, sums, top, total = folded(np.full((2, BLOCK), -np.inf, np.float32), 1.0, form)
     assert top == -np.inf and total == 0 and not sums.any()
