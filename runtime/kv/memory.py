@@ -6,6 +6,7 @@ tables.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
 from fathom.runtime.kv.prefix import SharedPages
 from fathom.runtime.kv.tables import Tables
 from fathom.runtime.plan import FIXED, PrefillPlan, deep_tokens, tokens_per_span
+
+Private: TypeAlias = list[tuple[Tables, int, int]]
+"""Of a request's private spans that grow: the tables, the span, its new entries."""
 
 
 @dataclass(frozen=True)
@@ -193,10 +197,13 @@ class KvMemory:
 
     def need(self, growth: Sequence[Growth]) -> int:
         """Physical pages that :meth:`grow` would take."""
+        return self._need(growth, [self._private(step) for step in growth])
+
+    def _need(self, growth: Sequence[Growth], private: Sequence[Private]) -> int:
         total = 0
-        for step in growth:
+        for step, grows in zip(growth, private, strict=True):
             total += self.tables.first_private(step.row) * len(self._shared(step))
-            total += sum(tables.need(step.row, span, count) for tables, span, count in self._private(step))
+            total += sum(tables.need(step.row, span, count) for tables, span, count in grows)
         return total
 
     def grow(self, growth: Sequence[Growth]) -> None:
@@ -205,7 +212,8 @@ class KvMemory:
         Raises:
             OutOfPages: nothing is changed then.
         """
-        needed = self.need(growth)
+        private = [self._private(step) for step in growth]
+        needed = self._need(growth, private)
         if needed > self.pool.free:
             raise OutOfPages(f"{needed} KV pages needed, {self.pool.free} of {self.pool.total} free")
         by_depth: dict[int, list[np.ndarray]] = {}
@@ -213,8 +221,8 @@ class KvMemory:
             by_depth.setdefault(self.tables.first_private(step.row), []).append(self._shared(step))
         for depth, virtual in by_depth.items():
             self.shared.back(np.concatenate(virtual), depth)
-        for step in growth:
-            for tables, span, count in self._private(step):
+        for step, grows in zip(growth, private, strict=True):
+            for tables, span, count in grows:
                 tables.append(step.row, span, count)
 
     def _shared(self, step: Growth) -> np.ndarray:
@@ -224,8 +232,7 @@ class KvMemory:
         prompt, size = self.owners[step.row].prompt_tokens, self.page_size
         return step.virtual[: max(pages_of(min(step.end, prompt), size) - pages_of(step.begin, size), 0)]
 
-    def _private(self, step: Growth) -> list[tuple[Tables, int, int]]:
-        """(tables, span, new entries) of each private span that grows."""
+    def _private(self, step: Growth) -> Private:
         owner, row = self.owners[step.row], step.row
         pending = self.retained.lengths(row) if row in self.retained else {}
         found = []

@@ -24,12 +24,14 @@ def slots_of(pages: np.ndarray, page_size: int, begin: int, end: int) -> np.ndar
         pages: [pages] page ids of the table.
 
     Returns:
-        [end - begin] int64; slot = page * page_size + offset.
+        [end - begin] of the pages' dtype; slot = page * page_size + offset.
     """
     if page_size == 1:
-        return pages[begin:end].astype(np.int64)
-    entry = np.arange(begin, end, dtype=np.int64)
-    return pages[entry // page_size].astype(np.int64) * page_size + entry % page_size
+        return pages[begin:end]
+    first = begin // page_size
+    firsts = pages[first : pages_of(end, page_size), None] * pages.dtype.type(page_size)
+    slots = (firsts + np.arange(page_size, dtype=pages.dtype)).reshape(-1)
+    return slots[begin - first * page_size : end - first * page_size]
 
 
 class PagePool:

@@ -8,7 +8,7 @@ Nothing above that is ever reachable from a virtual slot.
 
 import numpy as np
 
-from fathom.runtime.kv.pages import OutOfPages, PagePool
+from fathom.runtime.kv.pages import OutOfPages, PagePool, slots_of
 
 UNBACKED = 0  # the dummy page
 
@@ -77,3 +77,10 @@ class SharedPages:
             return self.backing[span].take(virtual_slots)
         page, offset = np.divmod(virtual_slots, size)
         return self.backing[span].take(page) * np.int32(size) + offset.astype(np.int32)
+
+    def run(self, span: int, virtual_slots: np.ndarray) -> np.ndarray:
+        """:meth:`slots` of a request's first tokens, whose slots are those of whole pages: page by page."""
+        size = self.pool.page_size
+        if size == 1:
+            return self.backing[span].take(virtual_slots)
+        return slots_of(self.backing[span].take(virtual_slots[::size] // size), size, 0, len(virtual_slots))

@@ -17,12 +17,21 @@ class Table:
     """Entries of one span.
 
     Attributes:
-        pages: [pages] int32.
+        pages: [pages] int32; another array wherever a page is another one.
         length: entries in use.
     """
 
     pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
+    _pages_of_slots: np.ndarray | None = field(default=None, repr=False)
+    _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+
+    def slots(self, page_size: int) -> np.ndarray:
+        """[length] int32; worked out when there are other pages than the last time."""
+        if self._pages_of_slots is not self.pages:
+            self._slots = slots_of(self.pages, page_size, 0, len(self.pages) * page_size)
+            self._pages_of_slots = self.pages
+        return self._slots[: self.length]
 
 
 @dataclass(frozen=True)
@@ -94,15 +103,14 @@ class Tables:
             OutOfPages: nothing is changed then.
         """
         table, size = self._rows[row][span], self.pool.page_size
-        copies = bool(count) and self._shares_last_page(table)
-        fresh = self.pool.take(self.need(row, span, count), span)
-        copy = None
-        if copies:
-            source = table.pages[-1:].copy()
-            table.pages[-1] = fresh[0]
-            self.pool.give_back(source)
-            copy, fresh = PageCopy(source, fresh[:1]), fresh[1:]
-        table.pages = np.concatenate([table.pages, fresh])
+        copies, copy = bool(count) and self._shares_last_page(table), None
+        if needed := self.need(row, span, count):
+            fresh, kept = self.pool.take(needed, span), table.pages
+            if copies:
+                kept, source = kept[:-1], kept[-1:]
+                self.pool.give_back(source)
+                copy = PageCopy(source, fresh[:1])
+            table.pages = np.concatenate([kept, fresh])
         table.length += count
         assert len(table.pages) == pages_of(table.length, size)
         return copy
@@ -112,8 +120,10 @@ class Tables:
         table = self._rows[row][span]
         assert 0 <= length <= table.length, "a table can only be cut shorter"
         keep = pages_of(length, self.pool.page_size)
-        self.pool.give_back(table.pages[keep:])
-        table.pages, table.length = table.pages[:keep].copy(), length
+        if keep < len(table.pages):
+            self.pool.give_back(table.pages[keep:])
+            table.pages = table.pages[:keep].copy()
+        table.length = length
 
     def replace(self, row: int, span: int, count: int) -> np.ndarray:
         """Give a span a new table of ``count`` entries in fresh pages; for compaction.
@@ -169,11 +179,11 @@ class Tables:
             self._rows[into][span] = Table(table.pages.copy(), table.length)
 
     def slots(self, row: int, span: int, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Physical slots of the entries ``begin .. end - 1``, [entries] int64."""
+        """Physical slots of the entries ``begin .. end - 1``, [entries] int32; not to be written to."""
         table = self._rows[row][span]
         stop = table.length if end is None else end
         assert 0 <= begin <= stop <= table.length
-        return slots_of(table.pages, self.pool.page_size, begin, stop)
+        return table.slots(self.pool.page_size)[begin:stop]
 
     def pages(self, row: int, span: int | None = None) -> np.ndarray:
         """Pages of one table, or of all tables of a row."""
@@ -188,4 +198,4 @@ class Tables:
 
     def _shares_last_page(self, table: Table) -> bool:
         partial = table.length % self.pool.page_size != 0
-        return partial and int(self.pool.owners(table.pages[-1:])[0]) > 1
+        return partial and int(self.pool.owners(table.pages[-1])) > 1

@@ -44,6 +44,10 @@ class Batch:
         """[requests + 1] where each request's virtual slots begin."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    def of(self, request: int) -> np.ndarray:
+        """[tokens] virtual slots of a request."""
+        return self.virtual[self.entry[request] : self.entry[request + 1]]
+
     @cached_property
     def query(self) -> np.ndarray:
         """[requests + 1] where each request's query rows begin."""
@@ -103,13 +107,14 @@ def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     write = memory.shared.slots(span, batch.written)
 
     def look_up(run: slice) -> np.ndarray:
+        if run == slice(None) and memory.page_size > 1:
+            return np.concatenate([memory.shared.run(span, batch.of(i)) for i in range(len(rows))])
         return memory.shared.slots(span, batch.virtual[run])
 
     return SpanView(look_up, batch.entry, batch.query, write.astype(np.int64))
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:
-    begin = batch.entry
     dummy = np.full(1, UNBACKED, np.int32)
     parts: list[np.ndarray] = []
     writes: list[np.ndarray] = []
@@ -128,9 +133,9 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after
             segment(dummy, 1)
             continue
         if private[i]:
-            slots = memory.tables.slots(row, span).astype(np.int32)
+            slots = memory.tables.slots(row, span)
         else:
-            slots = memory.shared.slots(span, batch.virtual[begin[i] : begin[i + 1] - later])
+            slots = memory.shared.run(span, batch.of(i)[: batch.lengths[i] - later])
         if private[i] and _anchored(memory, row, span):
             segment(slots, new + again)
         else:
@@ -138,7 +143,7 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after
                 segment(slots[:1], 1, dummy)
             segment(slots, new)
         if later:
-            segment(memory.retained.slots(row, span).astype(np.int32), later)
+            segment(memory.retained.slots(row, span), later)
     empty = np.zeros(0, np.int32)
     return SpanView(
         np.concatenate(parts or [empty]).__getitem__,

@@ -160,6 +160,23 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not set(writable) & set(cached[cached > 0].tolist())
 
     @invariant()
+    def slots_are_those_of_the_pages(self):
+        def plainly(pages, tokens):
+            entry = np.arange(tokens)
+            return (pages[entry // self.size].astype(np.int64) * self.size + entry % self.size).tolist()
+
+        for request in getattr(self, "requests", {}).values():
+            for span, length in self.memory.tables.lengths(request.row).items():
+                found = self.memory.tables.slots(request.row, span)
+                assert found.tolist() == plainly(self.memory.tables.pages(request.row, span), length)
+            virtual = np.array(plainly(np.array(request.virtual), request.length), np.int64)
+            for span in range(request.plan.shared_spans):
+                physical = self.memory.shared.backing[span, request.virtual]
+                wanted = plainly(physical, request.length)
+                assert self.memory.shared.run(span, virtual).tolist() == wanted
+                assert self.memory.shared.slots(span, virtual).tolist() == wanted
+
+    @invariant()
     def requests_hold_what_the_formula_says(self):
         for request in getattr(self, "requests", {}).values():
             if request.length > len(request.prefix) * self.size:
