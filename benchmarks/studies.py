@@ -33,7 +33,7 @@ STUDIES: dict[str, list[str]] = {
         "--rounds", "2", *_policies(PREFILL), "--name", "prefill",
     ],
     "decode": [
-        *SMALL, "--documents", "1", "--prompts", "4k,8k,16k,32k", "--batches", "1,8", "--output", "66",
+        *SMALL, "--documents", "8", "--prompts", "4k,8k,16k,32k", "--batches", "1,8", "--output", "66",
         "--rounds", "2", *_policies(DECODE), "--name", "decode",
     ],
     "drafting": [
