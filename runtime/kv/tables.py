@@ -23,8 +23,8 @@ class Table:
 
     pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     length: int = 0
-    _pages_of_slots: np.ndarray | None = field(default=None, repr=False)
-    _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    _pages_of_slots: np.ndarray | None = field(default=None, init=False, repr=False)
+    _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), init=False, repr=False)
 
     def slots(self, page_size: int) -> np.ndarray:
         """[length] int32; worked out when there are other pages than the last time."""

@@ -261,7 +261,7 @@ class CompressionStep:
             if kept is not None:
                 target = self.memory.retained.slots(job.row, layer // self.span, 0, kept.shape[1])
                 here = self._slots(job, layer, keys.device)[kept]
-                compact_kv(keys, values, here, send(target, keys.device), disjoint=True)
+                compact_kv(keys, values, here, send(target, keys.device, torch.int64), disjoint=True)
 
     def _window_mean(
         self, job: Job, layer: int, query: torch.Tensor, keys: torch.Tensor, scale: float
