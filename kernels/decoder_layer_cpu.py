@@ -66,15 +66,13 @@ class BeforeAttention:
         Raises:
             IndexError: a position has no row in ``cos_sin``.
         """
-        places = positions.numpy()
-        if places.min() < 0 or places.max() >= len(self.cos_sin):
-            raise IndexError(f"position outside 0 .. {len(self.cos_sin) - 1}")
+        places = check_positions(positions, self.cos_sin)
         rows, total = len(hidden), hidden if residual is None else torch.empty_like(hidden)
         query, key, value = (
             hidden.new_empty(rows, features) for features in (self.query, self.key, self.value)
         )
         given = as_array(hidden)
-        _before(
+        before_rows(
             given,
             given if residual is None else as_array(residual),
             residual is None,
@@ -120,7 +118,7 @@ class AfterAttention:
             Hidden states and residual, [rows, hidden].
         """
         hidden, total = torch.empty_like(residual), torch.empty_like(residual)
-        _after(
+        after_rows(
             as_array(attended).view(np.int32),
             as_array(residual),
             self.output,
@@ -132,6 +130,18 @@ class AfterAttention:
             as_array(total),
         )
         return hidden, total
+
+
+def check_positions(positions: torch.Tensor, cos_sin: np.ndarray) -> np.ndarray:
+    """The positions as an array.
+
+    Raises:
+        IndexError: one has no row in ``cos_sin``.
+    """
+    places = positions.numpy()
+    if places.min() < 0 or places.max() >= len(cos_sin):
+        raise IndexError(f"position outside 0 .. {len(cos_sin) - 1}")
+    return places
 
 
 def warm_up() -> None:
@@ -154,7 +164,7 @@ def _norm_heads(x, gain, epsilon, head_dim, out):
 
 
 @njit(parallel=True, **LOOPS)
-def _before(
+def before_rows(
     hidden,
     residual,
     first,
@@ -185,8 +195,8 @@ def _before(
     left = normed.view(np.int32)
     for block in prange(len(lines) // left.shape[1]):
         block_outputs(left, lines, block, bias, projected)
-    by_head = np.empty(middle, np.uint16)
-    for r in range(rows):
+    for r in prange(rows):
+        by_head = np.empty(middle, np.uint16)
         angles, own = cos_sin[positions[r]], projected[r]
         if len(query_gain):
             _norm_heads(own[:query_width], query_gain, epsilon, head_dim, by_head[:query_width])
@@ -199,7 +209,7 @@ def _before(
 
 
 @njit(parallel=True, **LOOPS)
-def _after(attended, residual, output, gain, epsilon, gate_up, down, hidden, total):
+def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden, total):
     rows, width = hidden.shape
     tiles = whole_tiles(rows)
     left = in_whole_tiles(attended)

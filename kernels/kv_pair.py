@@ -29,6 +29,17 @@ class KvPair(tuple[torch.Tensor, torch.Tensor]):
         return *as_lines(self[0]), *as_lines(self[1])
 
     @cached_property
+    def layout(self) -> tuple[int, ...]:
+        """Lines, and how many of them apart two slots and two heads are, of the keys and then of the values."""
+        keys, *key_strides, values, value_slot, value_head = self.lines
+        return len(keys), *key_strides, len(values), value_slot, value_head
+
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Where the memory of the keys and of the values begins."""
+        return self[0].data_ptr(), self[1].data_ptr()
+
+    @cached_property
     def rows(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Each as an array of one row per slot; None where the slots of one are not one block of memory."""
         from fathom.kernels.numba_cpu import as_array

@@ -225,7 +225,7 @@ def paged_attention(
         np.empty((len(tasks.row), most), np.float32),
         np.empty((len(tasks.row), most), np.float32),
     )
-    kept = _NO_EVIDENCE
+    kept = NO_EVIDENCE
     if evidence is not None:
         logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
         kept = (logits.numpy(), evidence.key_norms.numpy())
@@ -244,7 +244,7 @@ def paged_attention(
     return output, lse
 
 
-_NO_EVIDENCE = (np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0, 0), np.float32))
+NO_EVIDENCE = (np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0, 0), np.float32))
 
 
 def takes_products(query: torch.dtype, pool: torch.dtype, *widths: int) -> bool:
@@ -261,6 +261,19 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
     pool = tuple(torch.zeros(1, kv_heads, dim, dtype=dtype) for dim in (head_dim, value_dim))
     one = np.arange(2)
     paged_attention(query, pool, torch.zeros(1, 1, dtype=torch.int32), plan_packed(one, one, kv_heads), 1.0)
+
+
+def products_kernel(group: int, head_dim: int, value_dim: int, arguments: tuple) -> int:
+    """The address of the bfloat16 kernel's machine code, which stays there.
+
+    Args:
+        group: heads per KV head.
+        arguments: Numba's types of the kernel's.
+    """
+    kernel = _compiled(group, head_dim, value_dim, torch.bfloat16, True)
+    kernel.compile(arguments)
+    found = kernel.overloads[arguments]
+    return found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
 
 
 @functools.cache

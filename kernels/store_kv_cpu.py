@@ -32,7 +32,7 @@ def store_kv(
     if there is None:
         return False
     rows = [as_array(x.flatten(1)) for x in (keys, values)]
-    if not _store(*rows, *there, slots.numpy()):
+    if not store_rows(*rows, *there, slots.numpy()):
         raise IndexError(f"slot outside 0 .. {len(pool[0]) - 1}")
     return True
 
@@ -45,7 +45,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 @njit(parallel=True, **LOOPS)
-def _store(keys, values, key_pool, value_pool, slots):
+def store_rows(keys, values, key_pool, value_pool, slots):
     for slot in slots:
         if slot < 0 or slot >= len(key_pool):
             return False

@@ -330,10 +330,7 @@ class Step:
         Returns:
             [query rows, heads, value_dim] float32.
         """
-        state, span = self.state, layer // self.state.shape.span
-        if span not in self.spans:
-            self.spans[span] = self._plan(span, view)
-        plan = self.spans[span]
+        state, plan = self.state, self.span_step(layer, view)
         compact, evidence = state.compact[layer], None
         if self.capacity:
             evidence = state.ring.view(state.executor.acquire(), self.capacity, plan.width)
@@ -343,6 +340,13 @@ class Step:
         if evidence is not None:
             state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))
         return output.squeeze(1)
+
+    def span_step(self, layer: int, view: SpanView) -> SpanStep:
+        """What the layers of a layer's span read; ``view`` is the span's."""
+        span = layer // self.state.shape.span
+        if span not in self.spans:
+            self.spans[span] = self._plan(span, view)
+        return self.spans[span]
 
     def _plan(self, span: int, view: SpanView) -> SpanStep:
         state = self.state

@@ -5,6 +5,7 @@ launches Triton kernels, so this slot is the one that keeps every helper on its 
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from fathom.kernels import paged_attention_cpu, prefill_attention_cpu, store_kv_cpu, window_scores_cpu
+from fathom.kernels.decoder_layers_cpu import Reads
 from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
@@ -126,6 +128,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     name = "CPU"
     joined_layers = 0
     """Decoder layers that take a few rows in two calls."""
+    joined_spans = 0
+    """How often the layers of a span were computed in one call."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -145,11 +149,24 @@ class CpuAttentionBackend(SpanAttentionBackend):
         store_kv_cpu.warm_up(config.dtype)
         if not model_runner.server_args.enable_lora:
             cpu_linear.pack(model_runner.model)
-            self.joined_layers = cpu_layers.join(model_runner.model)
+            self.joined_layers = cpu_layers.join(model_runner.model, self)
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
         return paged_attention(query, self._pool(layer), few.slots, few.tasks, layer.scaling)[0]
+
+    def reads(self, layers: Sequence["RadixAttention"]) -> Reads | None:
+        """What layers of one span read in this decode step; None where each of them has to be seen by itself."""
+        first, step = layers[0], self.alternating
+        if self.watched or (step is not None and step.capacity):
+            return None
+        span_view, pools = self.view_of(first.layer_id), [self._pool(layer) for layer in layers]
+        if step is None:
+            few = _few_queries(span_view, first.tp_k_head_num, 1, first.sliding_window_size, None)
+            return Reads(span_view.write, few.slots, few.tasks, pools, pools)
+        plan = step.span_step(first.layer_id, span_view)
+        compacts = [step.state.compact[layer.layer_id] for layer in layers]
+        return Reads(span_view.write, plan.table, plan.step.plan.tasks, pools, compacts)
 
     def extend(
         self,

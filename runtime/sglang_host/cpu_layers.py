@@ -2,18 +2,22 @@
 
 SGLang's models keep their loop over layers. Of a layer whose every part is known and plain, the object's forward
 takes few rows through ``kernels/decoder_layer_cpu.py`` and leaves all others to the class. Attention stays SGLang's
-call into our backend.
+call into our backend, except in decode steps in which nothing is done between the layers of a span: the first of
+them computes them all in one call (``kernels/decoder_layers_cpu.py``), and the others pass on what it made.
 """
 
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.forward_context import get_attn_backend
 
-from fathom.kernels import decoder_layer_cpu
+from fathom.kernels import decoder_layer_cpu, decoder_layers_cpu
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
+from fathom.kernels.decoder_layers_cpu import DecoderLayers
 from fathom.kernels.numba_cpu import as_array
 from fathom.kernels.packed_linear_cpu import BLOCK, FEW_ROWS, NOTHING
 from fathom.runtime.sglang_host.cpu_linear import PackedLinearMethod
@@ -21,9 +25,14 @@ from fathom.runtime.sglang_host.cpu_ops import is_plain_norm, is_plain_rotary
 from fathom.runtime.sglang_host.cpu_seams import LAYER_CLASSES, ROTARY_CLASSES
 from fathom.runtime.sglang_host.seams import resolve
 
+if TYPE_CHECKING:
+    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+
 
 class FewRows:
     """Takes the place of one layer's forward."""
+
+    span: "Span | None" = None
 
     def __init__(self, layer: Any, before: BeforeAttention, after: AfterAttention) -> None:
         self.layer, self.attention = layer, layer.self_attn.attn
@@ -41,21 +50,88 @@ class FewRows:
         if not few or any(value is not None for value in options.values()):
             stock = type(self.layer).forward
             return stock(self.layer, positions, hidden_states, forward_batch, residual, **options)
+        if self.span is not None and forward_batch.forward_mode.is_decode():
+            done = self.span(self, positions, hidden_states, residual)
+            if done is not None:
+                return done
         query, key, value, residual = self.before(positions, hidden_states, residual)
         return self.after(self.attention(query, key, value, forward_batch), residual)
 
 
-def join(model: torch.nn.Module) -> int:
+class Span:
+    """Consecutive layers that read and write the same slots, and can be computed in one call."""
+
+    done: torch.Tensor | None = None
+    """The hidden states that came of the last call, until the last layer has passed them on."""
+
+    def __init__(self, layers: DecoderLayers, numbers: range, parts: list[FewRows], backend: Any) -> None:
+        """
+        Args:
+            layers: of the whole model; numbers: of this span's among them; parts: the span's.
+        """
+        self.layers, self.numbers, self.parts = layers, numbers, parts
+        self.backend: CpuAttentionBackend = backend
+        self.attentions = [part.attention for part in parts]
+
+    def __call__(
+        self, part: FewRows, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One layer's turn; None where it has to compute by itself."""
+        if part is not self.parts[0]:
+            if hidden is not self.done:
+                return None
+            if part is self.parts[-1]:
+                self.done = None
+            return hidden, residual
+        self.done = None
+        if get_attn_backend() is not self.backend or (reads := self.backend.reads(self.attentions)) is None:
+            return None
+        found = self.layers(self.numbers, positions, hidden, residual, reads)
+        if found is not None:
+            self.backend.joined_spans += 1
+            self.done = found[0] if len(self.parts) > 1 else None
+        return found
+
+
+def join(model: torch.nn.Module, backend: "CpuAttentionBackend") -> int:
     """Give every layer that can have it the forward for few rows, once weights are packed; how many there are."""
-    joined = 0
     classes = {resolve(place) for place in LAYER_CLASSES}
-    for layer in model.modules():
-        if type(layer) in classes and (halves := _halves(layer)) is not None:
-            layer.forward = FewRows(layer, *halves)
-            joined += 1
-    if joined:
+    layers = [layer for layer in model.modules() if type(layer) in classes]
+    parts = [FewRows(layer, *halves) for layer in layers if (halves := _halves(layer)) is not None]
+    for part in parts:
+        part.layer.forward = part
+    if parts:
         decoder_layer_cpu.warm_up()
-    return joined
+    if len(parts) == len(layers):
+        _join_spans(model, parts, backend)
+    return len(parts)
+
+
+def _join_spans(model: torch.nn.Module, parts: list[FewRows], backend: "CpuAttentionBackend") -> None:
+    """Let the layers of each span be computed in one call, where they are alike."""
+    captured = any(getattr(part, "layers_to_capture", None) for part in model.modules())
+    attentions = [part.attention for part in parts]
+    kinds = {
+        (x.tp_q_head_num, x.tp_k_head_num, x.v_head_dim, x.scaling, x.logit_cap, x.sliding_window_size)
+        for x in attentions
+    }
+    plain = all(x.attn_type == AttentionType.DECODER and not x.is_cross_attention for x in attentions)
+    if captured or not plain or len(kinds) != 1 or not backend.bfloat16_products:
+        return
+    heads, kv_heads, _, scale, logit_cap, _ = kinds.pop()
+    if logit_cap > 0:
+        return
+    try:
+        layers = DecoderLayers([(part.before, part.after) for part in parts], heads, kv_heads, scale)
+    except ValueError:
+        return
+    decoder_layers_cpu.warm_up(layers)
+    for _, own in groupby(range(len(parts)), lambda i: backend.span_of(attentions[i].layer_id)):
+        numbers = list(own)
+        together = [parts[i] for i in numbers]
+        span = Span(layers, range(numbers[0], numbers[-1] + 1), together, backend)
+        for part in together:
+            part.span = span
 
 
 def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:

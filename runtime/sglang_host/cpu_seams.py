@@ -36,6 +36,14 @@ def _layer_seams(module: str, name: str, more: str, parts: str) -> Iterator[Seam
     yield relies_on(SCHEDULER, layer, "replace", why, inputs, reads_attributes(parts))
     yield relies_on(
         SCHEDULER,
+        f"{module}:{name if name != 'Qwen3' else 'Qwen2'}Model.forward",
+        "read",
+        "what a layer gives is what the next one is given",
+        None,
+        reads_attributes("layers layers_to_capture"),
+    )
+    yield relies_on(
+        SCHEDULER,
         f"{module}:{name}Attention.forward",
         "replace",
         why,

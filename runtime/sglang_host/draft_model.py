@@ -53,6 +53,10 @@ class DraftReads(SpanAttentionBackend):
     view: SpanView
     captured: Captured | None = None
 
+    @property
+    def watched(self) -> bool:  # type: ignore[override]
+        return self.captured is not None
+
     def span_of(self, layer_id: int) -> int:
         return 0
 

@@ -51,6 +51,8 @@ class SpanAttentionBackend(AttentionBackend):
     alternating: Step | None = None
     """While a batch runs that has requests which decode slow and fast: what they read, and where no drafted tokens
     are verified, what every decoding request reads."""
+    watched = False
+    """Whether somebody looks at what each layer is given."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()

@@ -1,11 +1,19 @@
-"""Products of few rows on packed weights, and the halves of a decoder layer, against plain PyTorch."""
+"""Products of few rows on packed weights and the halves of a decoder layer against PyTorch; layers together."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
+from fathom.kernels.decoder_layers_cpu import DecoderLayers, Reads
+from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING, blocks_of, packed_linear
+from fathom.kernels.paged_attention_cpu import paged_attention, plan_packed
+from fathom.kernels.store_kv_cpu import store_kv
+from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
 
@@ -171,3 +179,122 @@ def test_a_position_without_angles_is_refused(position):
     layer = Layer(*LAYERS["llama"])
     with pytest.raises(IndexError, match=f"0 .. {POSITIONS - 1}"):
         layer.before(torch.tensor([0, position]), random(2, HIDDEN), None)
+
+
+SLOTS, COMPACT = 300, 40
+
+
+class Model:
+    """A few layers with their KV, and a step of them piece by piece."""
+
+    def __init__(self, kind, count=3):
+        heads, kv_heads, dim, *_ = LAYERS[kind]
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.layers = [Layer(*LAYERS[kind]) for _ in range(count)]
+        # A model's layers share the table of angles.
+        for layer in self.layers:
+            layer.cos_sin = self.layers[0].cos_sin
+            object.__setattr__(layer.before, "cos_sin", self.layers[0].before.cos_sin)
+        self.pools = [KvPair(*(random(SLOTS, kv_heads, dim) for _ in range(2))) for _ in range(count)]
+        # Compact buffers lie head by head.
+        self.compacts = [
+            KvPair(*(random(kv_heads, COMPACT, dim).transpose(0, 1) for _ in range(2))) for _ in range(count)
+        ]
+        self.scale = dim**-0.5
+        halves = [(layer.before, layer.after) for layer in self.layers]
+        self.together = DecoderLayers(halves, heads, kv_heads, self.scale)
+
+    def copies(self):
+        return [KvPair(*(x.clone() for x in pool)) for pool in self.pools]
+
+    def piece_by_piece(self, which, pools, attend, positions, hidden, residual, write):
+        for i in which:
+            query, key, value, residual = self.layers[i].before(positions, hidden, residual)
+            key, value = (x.view(len(x), self.kv_heads, self.dim) for x in (key, value))
+            assert store_kv(key, value, pools[i], torch.from_numpy(write))
+            query = query.view(len(query), self.heads, self.dim)
+            attended = attend(query, pools[i], self.compacts[i]).flatten(1).bfloat16()
+            hidden, residual = self.layers[i].after(attended, residual)
+        return hidden, residual
+
+
+def steps(model, rows):
+    """Tables that are read as they are, and with a compact run for every other request."""
+    lengths = np.random.default_rng(rows).integers(1, 200, rows)
+    entry = np.concatenate([[0], np.cumsum(lengths)])
+    slots = np.random.default_rng(0).integers(0, SLOTS - rows, entry[-1]).astype(np.int32)
+    write = np.arange(SLOTS - rows, SLOTS)
+    slots[entry[1:] - 1] = write
+    table, tasks = torch.from_numpy(slots)[None], plan_packed(entry, np.arange(rows + 1), model.kv_heads)
+
+    def plain(query, pool, compact):
+        return paged_attention(query, pool, table, tasks, model.scale)[0]
+
+    yield Reads(write, table, tasks, model.pools, model.pools), plain
+    square = torch.zeros(rows, lengths.max(), dtype=torch.int32)
+    for line, (begin, end) in enumerate(pairwise(entry)):
+        square[line, : end - begin] = table[0, begin:end]
+    ends, each = torch.from_numpy(lengths), torch.arange(rows)
+    fast = (each % 2).bool()
+    begin, held = torch.where(fast, ends - 1, 0), torch.where(fast, COMPACT // 2, 0)
+    plan = plan_segments(each, begin, ends, each % 2, held, each * 0 - 1, model.kv_heads)
+
+    def two(query, pool, compact):
+        given = query.unsqueeze(1)
+        return two_segment_attention(given, pool, compact, square, plan, model.scale)[0]
+
+    yield Reads(write, square, plan.tasks, model.pools, model.compacts), two
+
+
+@pytest.mark.parametrize("kind", ["llama", "head_norms", "half_turned"])
+@pytest.mark.parametrize("rows", [1, 3, 9, FEW_ROWS])
+def test_layers_together_are_the_same_layers_to_the_bit(kind, rows):
+    torch.manual_seed(rows)
+    model = Model(kind)
+    positions = torch.randint(0, POSITIONS, (rows,))
+    before = model.copies()
+    for reads, attend in steps(model, rows):
+        for which in (range(3), range(1, 3)):
+            for pool, kept in zip(model.pools, before, strict=True):
+                for own, old in zip(pool, kept, strict=True):
+                    own.copy_(old)
+            hidden, residual = random(rows, HIDDEN), random(rows, HIDDEN) if which.start else None
+            given = hidden.clone(), None if residual is None else residual.clone()
+            pools = model.copies()
+            want = model.piece_by_piece(which, pools, attend, positions, hidden, residual, reads.write)
+            part = Reads(
+                reads.write,
+                reads.table,
+                reads.tasks,
+                *(x[which.start :] for x in (reads.pools, reads.compacts)),
+            )
+            got = model.together(which, positions, hidden, residual, part)
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other)
+            for pool, other in zip(model.pools, pools, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(pool, other, strict=True))
+            assert torch.equal(hidden, given[0]) and (residual is None or torch.equal(residual, given[1]))
+
+
+def test_what_layers_together_refuse():
+    torch.manual_seed(0)
+    model = Model("llama")
+    (reads, _), _ = steps(model, 1)
+    hidden, position = random(1, HIDDEN), torch.tensor([3])
+    with pytest.raises(IndexError, match=f"position outside 0 .. {POSITIONS - 1}"):
+        model.together(range(3), torch.tensor([POSITIONS]), hidden, None, reads)
+    outside = Reads(np.array([SLOTS]), *(getattr(reads, x) for x in ("table", "tasks", "pools", "compacts")))
+    with pytest.raises(IndexError, match=f"slot outside 0 .. {SLOTS - 1}"):
+        model.together(range(3), position, hidden, None, outside)
+    other = [
+        *model.pools[:2],
+        KvPair(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in model.pools[2])),
+    ]
+    mixed = Reads(reads.write, reads.table, reads.tasks, other, other)
+    assert model.together(range(3), position, hidden, None, mixed) is None, "pools of two layouts"
+    with pytest.raises(ValueError, match="16"):
+        Model("bias")
+    wider = Layer(*LAYERS["half_turned"])
+    halves = [(layer.before, layer.after) for layer in (model.layers[0], wider)]
+    with pytest.raises(ValueError, match="2 forms"):
+        DecoderLayers(halves, model.heads, model.kv_heads, model.scale)

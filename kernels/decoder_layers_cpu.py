@@ -1,0 +1,351 @@
+"""Consecutive decoder layers of a decode step in one call, attention included.
+
+While weights and KV stream through the processor's caches, what Python does between two kernels is slow. Here the
+same kernels run in the same order, those of ``decoder_layer_cpu.py``, ``store_kv_cpu.py`` and
+``paged_attention_cpu.py``: results are theirs to the bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from fathom.kernels.decoder_layer_cpu import (
+    AfterAttention,
+    BeforeAttention,
+    after_rows,
+    before_rows,
+    check_positions,
+)
+from fathom.kernels.kv_pair import KvPair
+from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32
+from fathom.kernels.paged_attention_cpu import (
+    NO_EVIDENCE,
+    Tasks,
+    plan_packed,
+    products_kernel,
+    takes_products,
+)
+from fathom.kernels.store_kv_cpu import store_rows
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What consecutive layers read in a step of one query row per request.
+
+    Attributes:
+        write: [rows] int64, slots that take the rows' keys and values in all these pools.
+        table: [rows, entries] int32 page table.
+        tasks: the work on it.
+        pools: of each layer the pool's keys and values.
+        compacts: of each layer the compact buffer's; the pools where nothing is read from one.
+    """
+
+    write: np.ndarray
+    table: torch.Tensor
+    tasks: Tasks
+    pools: Sequence[KvPair]
+    compacts: Sequence[KvPair]
+
+
+class DecoderLayers:
+    """The layers of a model, all of the same sizes."""
+
+    def __init__(
+        self,
+        halves: Sequence[tuple[BeforeAttention, AfterAttention]],
+        heads: int,
+        kv_heads: int,
+        scale: float,
+    ) -> None:
+        """
+        Args:
+            halves: of every layer.
+            heads, kv_heads: of the attention; scale: factor on its dot products.
+
+        Raises:
+            ValueError: layers differ in more than their numbers, or attention has no bfloat16 products for them.
+        """
+        self.halves = list(halves)  # weights live as long as their addresses are used
+        forms = {_form(*both) for both in halves}
+        if len(forms) != 1:
+            raise ValueError(f"layers are of {len(forms)} forms")
+        before, after = self.halves[0]
+        self.before = before
+        dims = before.head_dim, before.value // kv_heads
+        if not takes_products(torch.bfloat16, torch.bfloat16, *dims):
+            raise ValueError(f"no bfloat16 products for keys and values of {dims}")
+        self.sizes = (
+            heads,
+            kv_heads,
+            *dims,
+            *(len(x) for x in _arrays(before, after)),
+        )
+        self.weights = np.array([[x.ctypes.data for x in _arrays(*both)] for both in halves], np.int64)
+        self.epsilons = np.float32(before.eps), np.float32(after.eps)
+        self.scale = np.float32(scale)
+        self.attention = products_kernel(
+            heads // kv_heads, before.head_dim, before.value // kv_heads, _ATTENTION
+        )
+
+    def __call__(
+        self,
+        layers: range,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        reads: Reads,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """
+        Args:
+            positions: [rows] int64, of the one token that each request computes.
+            hidden: [rows, hidden] bfloat16, contiguous; residual: likewise, None for a model's first layer.
+
+        Returns:
+            Hidden states and residual, [rows, hidden]; None where keys and values of these layers are not laid out
+            alike, slot by slot: nothing is computed then.
+
+        Raises:
+            IndexError: a position has no angles, or a slot is outside the pool.
+        """
+        pool = _layout(reads.pools)
+        compact = _layout(reads.compacts)
+        if pool is None or compact is None or any(pair.rows is None for pair in reads.pools):
+            return None
+        places = check_positions(positions, self.before.cos_sin)
+        given = as_array(hidden)
+        done, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        kv = [
+            (*pair.addresses, *run.addresses) for pair, run in zip(reads.pools, reads.compacts, strict=True)
+        ]
+        complete = _layers(
+            self.attention,
+            self.weights[layers.start : layers.stop],
+            np.array(kv, np.int64),
+            self.sizes,
+            self.epsilons,
+            pool,
+            compact,
+            self.before.cos_sin,
+            places,
+            given,
+            given if residual is None else as_array(residual),
+            residual is None,
+            reads.write,
+            reads.table.numpy(),
+            tuple(reads.tasks),
+            NO_EVIDENCE,
+            self.scale,
+            as_array(done),
+            as_array(total),
+        )
+        if not complete:
+            raise IndexError(f"slot outside 0 .. {len(reads.pools[0][0]) - 1}")
+        return done, total
+
+
+def _arrays(before: BeforeAttention, after: AfterAttention) -> tuple[np.ndarray, ...]:
+    """What differs from layer to layer, in the order in which ``_layers`` unpacks it."""
+    return (
+        before.gain,
+        before.lines,
+        before.bias,
+        before.query_gain,
+        before.key_gain,
+        after.output,
+        after.gain,
+        after.gate_up,
+        after.down,
+    )
+
+
+def _form(before: BeforeAttention, after: AfterAttention) -> tuple:
+    """What must not differ."""
+    shapes = tuple(x.shape for x in _arrays(before, after))
+    widths = before.head_dim, before.query, before.key, before.value
+    angles = before.cos_sin.ctypes.data, before.cos_sin.shape
+    return shapes, widths, angles, before.eps, after.eps
+
+
+def _layout(pairs: Sequence[KvPair]) -> tuple[int, ...] | None:
+    """Lines, lines from slot to slot and from head to head, of keys and of values; None where pairs differ."""
+    layouts = {pair.layout for pair in pairs}
+    return layouts.pop() if len(layouts) == 1 else None
+
+
+def warm_up(layers: DecoderLayers) -> None:
+    """Compile for this process now, so that no request waits for it (seconds, cached on disk)."""
+    before, kv_heads = layers.before, layers.sizes[1]
+    dims = before.head_dim, before.value // kv_heads
+    pair = KvPair(*(torch.zeros(1, kv_heads, dim, dtype=torch.bfloat16) for dim in dims))
+    one, first = np.arange(2), torch.zeros(1, 1, dtype=torch.int32)
+    reads = Reads(np.zeros(1, np.int64), first, plan_packed(one, one, kv_heads), [pair], [pair])
+    hidden = torch.zeros(1, len(before.gain), dtype=torch.bfloat16)
+    layers(range(1), torch.zeros(1, dtype=torch.int64), hidden, None, reads)
+
+
+# --- what runs ---
+
+_BITS, _FLOATS, _COUNTS = types.uint16, types.float32, types.int64[::1]
+_POOL = types.Tuple((_BITS[:, ::1], types.int64, types.int64) * 2)
+_ATTENTION = (
+    _BITS[:, :, ::1],
+    _POOL,
+    _POOL,
+    types.int32[:, ::1],
+    types.Tuple((_COUNTS,) * 11 + (types.int64,) * 3),
+    types.Tuple((_FLOATS[:, :, :, ::1], _FLOATS[:, :, ::1])),
+    types.Tuple((_FLOATS[:, :, ::1], _FLOATS[:, ::1], _FLOATS[:, ::1])),
+    types.Tuple((_FLOATS[:, :, ::1], _FLOATS[:, ::1])),
+    _FLOATS,
+)
+"""The arguments of attention's kernel for bfloat16."""
+
+
+@intrinsic
+def _attend(typing_context, address, arguments):
+    """Call the kernel at ``address``, compiled for ``_ATTENTION``, with these arguments.
+
+    By its address, because a function that names the kernel, one of many by shape, could not be kept on disk.
+    """
+    if tuple(arguments) != _ATTENTION:
+        return None
+
+    def codegen(context, builder, signature, values):
+        kinds = signature.args[1].types
+        function = context.call_conv.get_function_type(types.none, kinds)
+        kernel = builder.inttoptr(values[0], function.as_pointer())
+        own = [builder.extract_value(values[1], i) for i in range(len(kinds))]
+        status, _ = context.call_conv.call_function(builder, kernel, types.none, kinds, own)
+        with cgutils.if_unlikely(builder, status.is_error):
+            context.call_conv.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.void(address, arguments), codegen
+
+
+@intrinsic
+def _pointer(typing_context, address, kind):
+    """``address`` as a pointer to elements like ``kind``."""
+    element = types.CPointer(kind)
+
+    def codegen(context, builder, signature, values):
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return element(address, kind), codegen
+
+
+_BIT, _LINE = np.uint16(0), np.int32(0)
+
+
+@njit(**LOOPS)
+def _layers(
+    attention,
+    weights,
+    kv,
+    sizes,
+    epsilons,
+    pool,
+    compact,
+    cos_sin,
+    positions,
+    hidden,
+    residual,
+    first,
+    write,
+    table,
+    tasks,
+    evidence,
+    scale,
+    done,
+    so_far,
+):
+    heads, kv_heads, head_dim, value_dim = sizes[:4]
+    gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = sizes[4:]
+    key_lines, key_slot, key_head, value_lines, value_slot, value_head = pool
+    packed_keys, packed_key_slot, packed_key_head, packed_values, packed_value_slot, packed_value_head = (
+        compact
+    )
+    rows, block = len(hidden), 64
+    slots = key_lines // kv_heads
+    query = np.empty((rows, heads * head_dim), np.uint16)
+    key = np.empty((rows, kv_heads * head_dim), np.uint16)
+    value = np.empty((rows, kv_heads * value_dim), np.uint16)
+    total = np.empty_like(hidden)
+    attended = np.empty((rows, heads * value_dim), np.uint16)
+    results = np.empty((rows, heads, value_dim), np.float32), np.empty((rows, heads), np.float32)
+    most = heads // kv_heads * tasks[11]
+    partials = (
+        np.empty((len(tasks[0]), most, value_dim), np.float32),
+        np.empty((len(tasks[0]), most), np.float32),
+        np.empty((len(tasks[0]), most), np.float32),
+    )
+    for i in range(len(weights)):
+        at = weights[i]
+        if first and i == 0:
+            total[:] = hidden
+        before_rows(
+            hidden,
+            residual,
+            first and i == 0,
+            carray(_pointer(at[0], _BIT), (gain,)),
+            epsilons[0],
+            carray(_pointer(at[1], _LINE), (lines, block)),
+            carray(_pointer(at[2], _BIT), (bias,)),
+            carray(_pointer(at[3], _BIT), (query_gain,)),
+            carray(_pointer(at[4], _BIT), (key_gain,)),
+            cos_sin,
+            positions,
+            head_dim,
+            query,
+            key,
+            value,
+            total,
+        )
+        keys = carray(_pointer(kv[i, 0], _BIT), (key_lines, head_dim))
+        values = carray(_pointer(kv[i, 1], _BIT), (value_lines, value_dim))
+        by_slot = keys.reshape(slots, kv_heads * head_dim), values.reshape(slots, kv_heads * value_dim)
+        if not store_rows(key, value, by_slot[0], by_slot[1], write):
+            return False
+        _attend(
+            attention,
+            (
+                query.reshape(rows, heads, head_dim),
+                (keys, key_slot, key_head, values, value_slot, value_head),
+                (
+                    carray(_pointer(kv[i, 2], _BIT), (packed_keys, head_dim)),
+                    packed_key_slot,
+                    packed_key_head,
+                    carray(_pointer(kv[i, 3], _BIT), (packed_values, value_dim)),
+                    packed_value_slot,
+                    packed_value_head,
+                ),
+                table,
+                tasks,
+                evidence,
+                partials,
+                results,
+                scale,
+            ),
+        )
+        for r in range(rows):
+            line, own = attended[r], results[0][r].reshape(-1)
+            for j in range(len(line)):
+                line[j] = from_float32(own[j], line)
+        after_rows(
+            attended.view(np.int32),
+            total,
+            carray(_pointer(at[5], _LINE), (output, block)),
+            carray(_pointer(at[6], _BIT), (output_gain,)),
+            epsilons[1],
+            carray(_pointer(at[7], _LINE), (gate_up, block)),
+            carray(_pointer(at[8], _LINE), (down, block)),
+            done,
+            so_far,
+        )
+        hidden, residual = done, so_far
+    return True
