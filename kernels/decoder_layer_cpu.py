@@ -15,14 +15,15 @@ from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_
 from fathom.kernels.packed_linear_cpu import (
     BLOCK,
     NOTHING,
-    block_outputs,
     block_products,
     in_whole_tiles,
+    products,
     whole_tiles,
 )
 from fathom.kernels.rms_norm import add_norm_row, norm_row
 from fathom.kernels.rotary import turn_token
 from fathom.kernels.silu_and_mul import silu_row
+from fathom.kernels.work_sharing_cpu import even_shares, take
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class BeforeAttention:
             as_array(key),
             as_array(value),
             as_array(total),
+            torch.get_num_threads(),
         )
         return query, key, value, total
 
@@ -128,6 +130,7 @@ class AfterAttention:
             self.down,
             as_array(hidden),
             as_array(total),
+            torch.get_num_threads(),
         )
         return hidden, total
 
@@ -181,6 +184,7 @@ def before_rows(
     key,
     value,
     total,
+    threads,
 ):
     rows, width = hidden.shape
     normed = np.empty((whole_tiles(rows), width), np.uint16)
@@ -193,8 +197,7 @@ def before_rows(
     middle = query_width + key_width
     projected = np.empty((rows, middle + value.shape[1]), np.uint16)
     left = normed.view(np.int32)
-    for block in prange(len(lines) // left.shape[1]):
-        block_outputs(left, lines, block, bias, projected)
+    products(left, lines, bias, projected, threads)
     for r in prange(rows):
         by_head = np.empty(middle, np.uint16)
         angles, own = cos_sin[positions[r]], projected[r]
@@ -209,29 +212,33 @@ def before_rows(
 
 
 @njit(parallel=True, **LOOPS)
-def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden, total):
+def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden, total, threads):
     rows, width = hidden.shape
     tiles = whole_tiles(rows)
     left = in_whole_tiles(attended)
     projected = np.empty((rows, width), np.uint16)
     none = np.empty(0, np.uint16)
-    for block in prange(len(output) // attended.shape[1]):
-        block_outputs(left, output, block, none, projected)
+    products(left, output, none, projected, threads)
     normed = np.empty((tiles, width), np.uint16)
     for r in range(rows):
         add_norm_row(projected[r], residual[r], gain, epsilon, normed[r], total[r])
     inner = normed.view(np.int32)
     gates = len(gate_up) // inner.shape[1] // 2
     active = np.empty((tiles, gates * BLOCK), np.uint16)
-    for block in prange(gates):
-        gate = block_products(inner, gate_up, block)
-        up = block_products(inner, gate_up, gates + block)
-        both = np.empty((2, BLOCK), np.uint16)
-        for r in range(rows):
-            for j in range(BLOCK):
-                both[0, j] = from_float32(gate[r, j], both)
-                both[1, j] = from_float32(up[r, j], both)
-            silu_row(both[0], both[1], active[r, block * BLOCK : block * BLOCK + BLOCK])
+    shares = even_shares(gates, threads)
+    taken = shares[:-1].copy()
+    for thread in prange(len(taken)):
+        while True:
+            block = take(taken, shares, thread)
+            if block < 0:
+                break
+            gate = block_products(inner, gate_up, block)
+            up = block_products(inner, gate_up, gates + block)
+            both = np.empty((2, BLOCK), np.uint16)
+            for r in range(rows):
+                for j in range(BLOCK):
+                    both[0, j] = from_float32(gate[r, j], both)
+                    both[1, j] = from_float32(up[r, j], both)
+                silu_row(both[0], both[1], active[r, block * BLOCK : block * BLOCK + BLOCK])
     pairs = active.view(np.int32)
-    for block in prange(len(down) // pairs.shape[1]):
-        block_outputs(pairs, down, block, none, hidden)
+    products(pairs, down, none, hidden, threads)

@@ -142,6 +142,7 @@ class DecoderLayers:
             self.scale,
             as_array(done),
             as_array(total),
+            torch.get_num_threads(),
         )
         if not complete:
             raise IndexError(f"slot outside 0 .. {len(reads.pools[0][0]) - 1}")
@@ -263,6 +264,7 @@ def _layers(
     scale,
     done,
     so_far,
+    threads,
 ):
     heads, kv_heads, head_dim, value_dim = sizes[:4]
     gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = sizes[4:]
@@ -305,6 +307,7 @@ def _layers(
             key,
             value,
             total,
+            threads,
         )
         keys = carray(_pointer(kv[i, 0], _BIT), (key_lines, head_dim))
         values = carray(_pointer(kv[i, 1], _BIT), (value_lines, value_dim))
@@ -346,6 +349,7 @@ def _layers(
             carray(_pointer(at[8], _LINE), (down, block)),
             done,
             so_far,
+            threads,
         )
         hidden, residual = done, so_far
     return True

@@ -13,6 +13,7 @@ from numba import njit, prange
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products, tile_products
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads, to_float32
+from fathom.kernels.work_sharing_cpu import even_shares, take
 
 BLOCK = 64
 """Outputs that lie together."""
@@ -71,7 +72,8 @@ def packed_linear(
     """
     result = x.new_empty(len(x), outputs)
     added = NOTHING if bias is None else as_array(bias)
-    _linear(as_array(x).view(np.int32), lines, added, as_array(result))
+    left = in_whole_tiles(as_array(x).view(np.int32))
+    products(left, lines, added, as_array(result), torch.get_num_threads())
     return result
 
 
@@ -167,10 +169,20 @@ def block_outputs(x, lines, block, bias, out):
 
 
 @njit(parallel=True, **LOOPS)
-def _linear(x, lines, bias, out):
-    left, pairs = in_whole_tiles(x), x.shape[1]
-    for block in prange(len(lines) // pairs):
-        block_outputs(left, lines, block, bias, out)
+def products(left, lines, bias, out, threads):
+    """``left @ weight.T + bias``, rounded, into ``out`` [rows, outputs] uint16.
+
+    Args:
+        left: as ``x`` of :func:`block_products`; bias: [outputs] uint16 or ``NOTHING``.
+    """
+    shares = even_shares(len(lines) // left.shape[1], threads)
+    taken = shares[:-1].copy()
+    for thread in prange(len(taken)):
+        while True:
+            block = take(taken, shares, thread)
+            if block < 0:
+                break
+            block_outputs(left, lines, block, bias, out)
 
 
 @njit(parallel=True, **LOOPS)

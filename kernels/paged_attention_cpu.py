@@ -35,6 +35,7 @@ from fathom.kernels.numba_cpu import (
     prefetch,
 )
 from fathom.kernels.softmax_cpu import fold_block
+from fathom.kernels.work_sharing_cpu import take
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
@@ -293,8 +294,12 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
         row, request, head, heads, start, stop, first, end, evidence_row, queries, shares, _, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
-        for share in prange(len(shares) - 1):
-            for i in range(shares[share], shares[share + 1]):
+        taken = shares[:-1].copy()
+        for thread in prange(len(taken)):
+            while True:
+                i = take(taken, shares, thread)
+                if i < 0:
+                    break
                 b, h0, many = request[i], head[i], heads[i]
                 at, window = queries[b], queries[b + 1] - queries[b]
                 rows = group * window

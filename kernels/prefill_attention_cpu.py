@@ -22,6 +22,7 @@ from fathom.kernels.numba_cpu import (
 )
 from fathom.kernels.paged_attention_cpu import EVERYTHING
 from fathom.kernels.softmax_cpu import fold_block
+from fathom.kernels.work_sharing_cpu import take
 
 TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
@@ -43,8 +44,7 @@ def plan_tiles(
         window: how many earlier tokens a query sees besides itself; -1 for all.
 
     Returns:
-        [tiles, 5] int64: first and end of the slots, first query, queries, KV head; in an order that deals the work
-        to the threads in equal parts.
+        [tiles, 5] int64: first and end of the slots, first query, queries, KV head; the most work first.
     """
     size = max(TILE_ROWS * kv_heads // heads, 1)
     tiles = []
@@ -59,12 +59,7 @@ def plan_tiles(
             start = begin + unseen // KEYS_PER_BLOCK * KEYS_PER_BLOCK
             tiles += [(start, stop, int(queries[segment]) + first, rows, head) for head in range(kv_heads)]
     found = np.array(tiles, np.int64).reshape(-1, 5)
-    # From the largest to the smallest, to and fro; a thread's tiles are neighbours.
-    threads = torch.get_num_threads()
-    order = np.argsort((found[:, 0] - found[:, 1]) * found[:, 3], kind="stable")
-    turn = np.arange(len(order)) % (2 * threads)
-    thread = np.where(turn < threads, turn, 2 * threads - 1 - turn)
-    return found[order[np.argsort(thread, kind="stable")]]
+    return found[np.argsort((found[:, 0] - found[:, 1]) * found[:, 3], kind="stable")]
 
 
 def prefill_attention(
@@ -98,6 +93,7 @@ def prefill_attention(
         as_array(output),
         np.float32(scale),
         EVERYTHING if window < 0 else window,
+        torch.get_num_threads(),
     )
 
 
@@ -119,73 +115,78 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
     step = 16 * value_vectors
 
     @njit(parallel=True, **APPROXIMATE)
-    def kernel(query, key_lines, value_lines, slots, tiles, output, scale, reach):
+    def kernel(query, key_lines, value_lines, slots, tiles, output, scale, reach, threads):
         keys, key_slot, key_head = key_lines
         values, value_slot, value_head = value_lines
-        for i in prange(len(tiles)):
-            first, end, at, count, h = tiles[i]
-            key_line, value_line = h * key_head, h * value_head
-            rows = count * group
-            whole = (rows + at_once - 1) // at_once * at_once
-            q = np.zeros((whole, pairs), np.int32)
-            for x in range(rows):
-                given = query[at + x // group, h * group + x % group]
-                for d in range(pairs):
-                    q[x, d] = given[d]
-            scores = np.empty((whole, block), np.float32)
-            weights = np.zeros((whole, block), np.uint16)
-            sums = np.zeros((whole, value_dim), np.float32)
-            top = np.full(rows, -np.inf, np.float32)
-            total = np.zeros(rows, np.float32)
-            # Pairs of a key's elements, and pairs of two keys' values, where a tile of products reads them.
-            key_pairs = np.zeros((pairs, block), np.int32)
-            value_pairs = np.zeros((half_block, 2 * value_dim), np.uint16)
-            for begin in range(first, end, block):
-                n = min(block, end - begin)
-                for t in range(n):
-                    key = keys[slots[begin + t] * key_slot + key_line]
-                    for d in range(pairs):
-                        key_pairs[d, t] = key[d]
-                for t in range(0, n, 2):
-                    # The last key stands in for one behind it, whose weight is nothing.
-                    one = values[slots[begin + t] * value_slot + value_line]
-                    two = values[slots[min(begin + t + 1, end - 1)] * value_slot + value_line]
-                    mixed = value_pairs[t // 2]
-                    for d in range(value_dim):
-                        mixed[2 * d] = one[d]
-                        mixed[2 * d + 1] = two[d]
-                if n < block:
-                    value_pairs[(n + 1) // 2 :] = 0
-                for x in range(0, whole, at_once):
-                    tile_products(scores, x, 0, q, key_pairs, pairs, at_once, key_vectors, 0, 0)
-                # Whether some query of the tile does not see all keys of the block.
-                partly = begin + block > end - count + 1 or end - 1 - reach > begin
+        queue, taken = np.array([0, len(tiles)]), np.zeros(1, np.int64)
+        for _thread in prange(threads):
+            while True:
+                i = take(taken, queue, 0)
+                if i < 0:
+                    break
+                first, end, at, count, h = tiles[i]
+                key_line, value_line = h * key_head, h * value_head
+                rows = count * group
+                whole = (rows + at_once - 1) // at_once * at_once
+                q = np.zeros((whole, pairs), np.int32)
                 for x in range(rows):
-                    score = scores[x]
-                    if partly:
-                        visible = end - count + x // group + 1 - begin
-                        for t in range(max(visible, 0), block):
-                            score[t] = -np.inf
-                        for t in range(min(visible - 1 - reach, block)):
-                            score[t] = -np.inf
-                    fold_block(score, scale, weights[x], sums[x], top, total, x)
-                for column in range(0, value_dim, step):
+                    given = query[at + x // group, h * group + x % group]
+                    for d in range(pairs):
+                        q[x, d] = given[d]
+                scores = np.empty((whole, block), np.float32)
+                weights = np.zeros((whole, block), np.uint16)
+                sums = np.zeros((whole, value_dim), np.float32)
+                top = np.full(rows, -np.inf, np.float32)
+                total = np.zeros(rows, np.float32)
+                # Pairs of a key's elements, and pairs of two keys' values, where a tile of products reads them.
+                key_pairs = np.zeros((pairs, block), np.int32)
+                value_pairs = np.zeros((half_block, 2 * value_dim), np.uint16)
+                for begin in range(first, end, block):
+                    n = min(block, end - begin)
+                    for t in range(n):
+                        key = keys[slots[begin + t] * key_slot + key_line]
+                        for d in range(pairs):
+                            key_pairs[d, t] = key[d]
+                    for t in range(0, n, 2):
+                        # The last key stands in for one behind it, whose weight is nothing.
+                        one = values[slots[begin + t] * value_slot + value_line]
+                        two = values[slots[min(begin + t + 1, end - 1)] * value_slot + value_line]
+                        mixed = value_pairs[t // 2]
+                        for d in range(value_dim):
+                            mixed[2 * d] = one[d]
+                            mixed[2 * d + 1] = two[d]
+                    if n < block:
+                        value_pairs[(n + 1) // 2 :] = 0
                     for x in range(0, whole, at_once):
-                        tile_products(
-                            sums,
-                            x,
-                            column,
-                            weights.view(np.int32),
-                            value_pairs.view(np.int32),
-                            half_block,
-                            at_once,
-                            value_vectors,
-                            1,
-                            0,
-                        )
-            for x in range(rows):
-                result, factor = output[at + x // group, h * group + x % group], np.float32(1) / total[x]
-                for d in range(value_dim):
-                    result[d] = from_float32(sums[x, d] * factor, result)
+                        tile_products(scores, x, 0, q, key_pairs, pairs, at_once, key_vectors, 0, 0)
+                    # Whether some query of the tile does not see all keys of the block.
+                    partly = begin + block > end - count + 1 or end - 1 - reach > begin
+                    for x in range(rows):
+                        score = scores[x]
+                        if partly:
+                            visible = end - count + x // group + 1 - begin
+                            for t in range(max(visible, 0), block):
+                                score[t] = -np.inf
+                            for t in range(min(visible - 1 - reach, block)):
+                                score[t] = -np.inf
+                        fold_block(score, scale, weights[x], sums[x], top, total, x)
+                    for column in range(0, value_dim, step):
+                        for x in range(0, whole, at_once):
+                            tile_products(
+                                sums,
+                                x,
+                                column,
+                                weights.view(np.int32),
+                                value_pairs.view(np.int32),
+                                half_block,
+                                at_once,
+                                value_vectors,
+                                1,
+                                0,
+                            )
+                for x in range(rows):
+                    result, factor = output[at + x // group, h * group + x % group], np.float32(1) / total[x]
+                    for d in range(value_dim):
+                        result[d] = from_float32(sums[x, d] * factor, result)
 
     return kernel

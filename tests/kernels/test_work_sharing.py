@@ -1,0 +1,55 @@
+"""Tasks that threads take over from each other: each is done once, whoever is late."""
+
+import numpy as np
+import pytest
+from numba import get_num_threads, njit, prange
+
+from fathom.kernels.numba_cpu import match_torch_threads
+from fathom.kernels.work_sharing_cpu import even_shares, take
+
+
+@njit(parallel=True)
+def _work(shares, late, times, by):
+    """Every task is counted in ``times`` and leaves its thread in ``by``; thread ``late`` is slow at each."""
+    taken = shares[:-1].copy()
+    for thread in prange(len(taken)):
+        x = np.float64(thread)
+        while True:
+            task = take(taken, shares, thread)
+            if task < 0:
+                break
+            for _ in range(300_000 if thread == late else 300):
+                x = np.sqrt(x + 2)
+            times[task] += 1
+            by[task] = thread + (x < 0)
+
+
+@pytest.mark.parametrize("shares", [[0, 60, 120], [0, 0, 120], [0, 120, 120], [0, 1, 2], [0, 0, 0], [0, 7]])
+@pytest.mark.parametrize("late", [0, 1])
+def test_each_task_is_done_once(shares, late):
+    match_torch_threads()
+    cuts = np.array(shares)
+    times, by = np.zeros((2, cuts[-1]), np.int64)
+    for _ in range(20):
+        times[:] = 0
+        _work(cuts, late, times, by)
+        assert (times == 1).all()
+
+
+def test_a_thread_that_is_done_takes_what_a_slow_one_has_left():
+    match_torch_threads()
+    if get_num_threads() < 2:
+        pytest.skip("needs two threads")
+    cuts = np.array([0, 60, 120])
+    times, by = np.zeros((2, 120), np.int64)
+    for late in (0, 1):
+        _work(cuts, late, times, by)
+        assert (by[cuts[late] : cuts[late + 1]] != late).any()
+
+
+def test_even_shares():
+    for tasks in (0, 1, 5, 64):
+        for threads in (1, 2, 3, 8):
+            shares = even_shares(tasks, threads)
+            sizes = np.diff(shares)
+            assert shares[0] == 0 and shares[-1] == tasks and sizes.max() - sizes.min() <= 1
