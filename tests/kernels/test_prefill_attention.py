@@ -1,6 +1,5 @@
 """Prefill attention in bfloat16 products against the plain reference, and its tiles as a property."""
 
-
 import numpy as np
 import pytest
 import torch
