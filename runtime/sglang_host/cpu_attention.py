@@ -33,9 +33,12 @@ Place: TypeAlias = list[slice] | torch.Tensor
 
 SHORT_RUN = 64
 
+FEW_QUERIES = 17
+"""Up to so many new tokens of a request, the kernel of decode steps computes them: it is fast for few, and the most
+that can be drafted, 16 after one, are judged as they would be decoded."""
+
 FEW_ROWS = 128
-"""Up to so many query rows on a KV head, the kernel of decode steps computes them: it is fast for few, and drafted
-tokens are judged as they would be decoded."""
+"""Up to so many query rows on a KV head as well, where prefill has no bfloat16 products."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,9 @@ class CpuAttentionBackend(SpanAttentionBackend):
     ) -> None:
         kv_heads, window = layer.tp_k_head_num, layer.sliding_window_size
         pool, dtype = self._pool(layer), query.dtype
-        few = _few_queries(span_view, kv_heads, FEW_ROWS * kv_heads // layer.tp_q_head_num, window, skipped)
+        products = takes_products(dtype, pool[0].dtype, layer.qk_head_dim, layer.v_head_dim)
+        most = FEW_QUERIES if products else max(FEW_QUERIES, FEW_ROWS * kv_heads // layer.tp_q_head_num)
+        few = _few_queries(span_view, kv_heads, most, window, skipped)
         if few.segments.any():
             rows = slice(None) if few.rows is None else few.rows
             output[rows] = paged_attention(query[rows], pool, few.slots, few.tasks, layer.scaling)[0].to(
@@ -188,7 +193,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         done = few.segments if skipped is None else few.segments | skipped
         if done.all():
             return
-        if takes_products(dtype, pool[0].dtype, layer.qk_head_dim, layer.v_head_dim):
+        if products:
             tiles = _tiles(span_view, ~done, layer)
             prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, window)
             return

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.runtime.config import SPECS
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.sglang_host.cpu_attention import SHORT_RUN, _few_queries, _place, _read
+from fathom.runtime.sglang_host.cpu_attention import FEW_QUERIES, SHORT_RUN, _few_queries, _place, _read
 
 POOL = torch.randn(4000, 3, 2, 4)[:, 1]  # one layer's view of a pool that holds three
 
@@ -58,3 +59,7 @@ def test_segments_of_few_queries_keep_their_rows_and_entries(segments, most, ski
     own = [slots[entry[i] : entry[i + 1]].tolist() for i in taken]
     assert few.slots[0].tolist() == [slot for part in own for slot in part]
     assert few.tasks.end.tolist() == np.cumsum([len(part) for part in own]).tolist()
+
+
+def test_whatever_is_drafted_is_judged_by_the_kernel_that_decodes():
+    assert 1 + SPECS["draft_tokens"].high <= FEW_QUERIES
