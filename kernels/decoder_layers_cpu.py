@@ -23,6 +23,7 @@ from fathom.kernels.decoder_layer_cpu import (
 )
 from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32
+from fathom.kernels.packed_linear_cpu import BLOCK
 from fathom.kernels.paged_attention_cpu import (
     NO_EVIDENCE,
     Tasks,
@@ -272,8 +273,7 @@ def _layers(
     packed_keys, packed_key_slot, packed_key_head, packed_values, packed_value_slot, packed_value_head = (
         compact
     )
-    rows, block = len(hidden), 64
-    slots = key_lines // kv_heads
+    rows, slots = len(hidden), key_lines // kv_heads
     query = np.empty((rows, heads * head_dim), np.uint16)
     key = np.empty((rows, kv_heads * head_dim), np.uint16)
     value = np.empty((rows, kv_heads * value_dim), np.uint16)
@@ -296,7 +296,7 @@ def _layers(
             first and i == 0,
             carray(_pointer(at[0], _BIT), (gain,)),
             epsilons[0],
-            carray(_pointer(at[1], _LINE), (lines, block)),
+            carray(_pointer(at[1], _LINE), (lines, BLOCK)),
             carray(_pointer(at[2], _BIT), (bias,)),
             carray(_pointer(at[3], _BIT), (query_gain,)),
             carray(_pointer(at[4], _BIT), (key_gain,)),
@@ -342,11 +342,11 @@ def _layers(
         after_rows(
             attended.view(np.int32),
             total,
-            carray(_pointer(at[5], _LINE), (output, block)),
+            carray(_pointer(at[5], _LINE), (output, BLOCK)),
             carray(_pointer(at[6], _BIT), (output_gain,)),
             epsilons[1],
-            carray(_pointer(at[7], _LINE), (gate_up, block)),
-            carray(_pointer(at[8], _LINE), (down, block)),
+            carray(_pointer(at[7], _LINE), (gate_up, BLOCK)),
+            carray(_pointer(at[8], _LINE), (down, BLOCK)),
             done,
             so_far,
             threads,

@@ -8,6 +8,7 @@ One kernel for decode steps (one query), for drafted tokens that are verified an
 
 import functools
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -273,8 +274,8 @@ def products_kernel(group: int, head_dim: int, value_dim: int, arguments: tuple)
     """
     kernel = _compiled(group, head_dim, value_dim, torch.bfloat16, True)
     kernel.compile(arguments)
-    found = kernel.overloads[arguments]
-    return found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
+    code, kind = attrgetter("library", "fndesc")(kernel.overloads[arguments])
+    return code.get_pointer_to_function(kind.llvm_func_name)
 
 
 @functools.cache

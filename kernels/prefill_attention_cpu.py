@@ -118,6 +118,7 @@ def _compiled(group: int, head_dim: int, value_dim: int) -> Callable[..., None]:
     def kernel(query, key_lines, value_lines, slots, tiles, output, scale, reach, threads):
         keys, key_slot, key_head = key_lines
         values, value_slot, value_head = value_lines
+        # One list for all threads.
         queue, taken = np.array([0, len(tiles)]), np.zeros(1, np.int64)
         for _thread in prange(threads):
             while True:
