@@ -2,7 +2,7 @@
 
 Heads may keep different tokens because keys already carry their rotary position: entry ``i`` of a destination page
 holds another token's key in each head. ``compact_kv_reference`` is the plain reference; on a GPU one Triton launch
-copies keys and values.
+copies keys and values, on a CPU ``compact_kv_cpu``.
 """
 
 from typing import Any
@@ -59,11 +59,9 @@ def compact_kv(
     if runs_triton(keys):
         _launch(keys, values, source, destination)
         return
-    destination = destination.long()
-    for buffer in (keys, values):
-        for head, slots in enumerate(source):
-            own = buffer[:, head]
-            own.index_copy_(0, destination, own.index_select(0, slots))
+    from fathom.kernels.compact_kv_cpu import compact_kv_cpu
+
+    compact_kv_cpu(keys, values, source.long(), destination.long())
 
 
 def _require_disjoint(source: torch.Tensor, destination: torch.Tensor, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""Consecutive decoder layers of a decode step in one call, attention included.
+"""The decoder layers of a decode step in one call, attention included.
 
 While weights and KV stream through the processor's caches, what Python does between two kernels is slow. Here the
 same kernels run in the same order, those of ``decoder_layer_cpu.py``, ``store_kv_cpu.py`` and
@@ -7,6 +7,7 @@ same kernels run in the same order, those of ``decoder_layer_cpu.py``, ``store_k
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,21 +37,41 @@ from fathom.kernels.store_kv_cpu import store_rows
 
 @dataclass(frozen=True)
 class Reads:
-    """What consecutive layers read in a step of one query row per request.
+    """What consecutive layers read in a step of one query row per request, where all have the same work.
 
     Attributes:
-        write: [rows] int64, slots that take the rows' keys and values in all these pools.
-        table: [rows, entries] int32 page table.
-        tasks: the work on it.
+        tasks: the work on each page table.
+        tables: of each layer [rows, entries] int32, all of one shape, contiguous.
+        writes: of each layer [rows] int64, slots that take the rows' keys and values in its pool, contiguous.
         pools: of each layer the pool's keys and values.
         compacts: of each layer the compact buffer's; the pools where nothing is read from one.
     """
 
-    write: np.ndarray
-    table: torch.Tensor
     tasks: Tasks
+    tables: Sequence[torch.Tensor]
+    writes: Sequence[np.ndarray]
     pools: Sequence[KvPair]
     compacts: Sequence[KvPair]
+
+    @cached_property
+    def layouts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """How the pools and the compact buffers are laid out; None where some of them differ, or a pool's slots
+        are not one block of memory.
+        """
+        pools, compacts = ({pair.layout for pair in pairs} for pairs in (self.pools, self.compacts))
+        if len(pools) > 1 or len(compacts) > 1 or any(pair.rows is None for pair in self.pools):
+            return None
+        return pools.pop(), compacts.pop()
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """[layers, 6] int64: where keys, values, compact keys, compact values, table and slots to write begin."""
+        parts = zip(self.pools, self.compacts, self.tables, self.writes, strict=True)
+        found = [
+            (*pool.addresses, *run.addresses, table.data_ptr(), write.ctypes.data)
+            for pool, run, table, write in parts
+        ]
+        return np.array(found, np.int64)
 
 
 class DecoderLayers:
@@ -94,59 +115,54 @@ class DecoderLayers:
         )
 
     def __call__(
-        self,
-        layers: range,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        reads: Reads,
+        self, positions: torch.Tensor, hidden: torch.Tensor, runs: Sequence[Reads]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """
         Args:
             positions: [rows] int64, of the one token that each request computes.
-            hidden: [rows, hidden] bfloat16, contiguous; residual: likewise, None for a model's first layer.
+            hidden: [rows, hidden] bfloat16, contiguous: what the first layer is given, before which there is no
+                residual.
+            runs: of all layers, in their order.
 
         Returns:
-            Hidden states and residual, [rows, hidden]; None where keys and values of these layers are not laid out
+            Hidden states and residual, [rows, hidden]; None where keys and values of a run are not laid out
             alike, slot by slot: nothing is computed then.
 
         Raises:
             IndexError: a position has no angles, or a slot is outside the pool.
         """
-        pool = _layout(reads.pools)
-        compact = _layout(reads.compacts)
-        if pool is None or compact is None or any(pair.rows is None for pair in reads.pools):
+        if any(reads.layouts is None for reads in runs):
             return None
         places = check_positions(positions, self.before.cos_sin)
-        given = as_array(hidden)
         done, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        kv = [
-            (*pair.addresses, *run.addresses) for pair, run in zip(reads.pools, reads.compacts, strict=True)
-        ]
-        complete = _layers(
-            self.attention,
-            self.weights[layers.start : layers.stop],
-            np.array(kv, np.int64),
-            self.sizes,
-            self.epsilons,
-            pool,
-            compact,
-            self.before.cos_sin,
-            places,
-            given,
-            given if residual is None else as_array(residual),
-            residual is None,
-            reads.write,
-            reads.table.numpy(),
-            tuple(reads.tasks),
-            NO_EVIDENCE,
-            self.scale,
-            as_array(done),
-            as_array(total),
-            torch.get_num_threads(),
-        )
-        if not complete:
-            raise IndexError(f"slot outside 0 .. {len(reads.pools[0][0]) - 1}")
+        given = so_far = as_array(hidden)
+        results, first = (as_array(done), as_array(total)), 0
+        for reads in runs:
+            pool, compact = reads.layouts  # type: ignore[misc]
+            complete = _layers(
+                self.attention,
+                self.weights[first : first + len(reads.pools)],
+                reads.addresses,
+                self.sizes,
+                self.epsilons,
+                pool,
+                compact,
+                self.before.cos_sin,
+                places,
+                given,
+                so_far,
+                first == 0,
+                tuple(reads.tables[0].shape),
+                tuple(reads.tasks),
+                NO_EVIDENCE,
+                self.scale,
+                *results,
+                torch.get_num_threads(),
+            )
+            if not complete:
+                raise IndexError(f"slot outside 0 .. {len(reads.pools[0][0]) - 1}")
+            given, so_far = results
+            first += len(reads.pools)
         return done, total
 
 
@@ -173,21 +189,17 @@ def _form(before: BeforeAttention, after: AfterAttention) -> tuple:
     return shapes, widths, angles, before.eps, after.eps
 
 
-def _layout(pairs: Sequence[KvPair]) -> tuple[int, ...] | None:
-    """Lines, lines from slot to slot and from head to head, of keys and of values; None where pairs differ."""
-    layouts = {pair.layout for pair in pairs}
-    return layouts.pop() if len(layouts) == 1 else None
-
-
 def warm_up(layers: DecoderLayers) -> None:
     """Compile for this process now, so that no request waits for it (seconds, cached on disk)."""
     before, kv_heads = layers.before, layers.sizes[1]
     dims = before.head_dim, before.value // kv_heads
     pair = KvPair(*(torch.zeros(1, kv_heads, dim, dtype=torch.bfloat16) for dim in dims))
     one, first = np.arange(2), torch.zeros(1, 1, dtype=torch.int32)
-    reads = Reads(np.zeros(1, np.int64), first, plan_packed(one, one, kv_heads), [pair], [pair])
+    count, tasks = len(layers.halves), plan_packed(one, one, kv_heads)
+    pairs = [pair] * count
+    reads = Reads(tasks, [first] * count, [np.zeros(1, np.int64)] * count, pairs, pairs)
     hidden = torch.zeros(1, len(before.gain), dtype=torch.bfloat16)
-    layers(range(1), torch.zeros(1, dtype=torch.int64), hidden, None, reads)
+    layers(torch.zeros(1, dtype=torch.int64), hidden, [reads])
 
 
 # --- what runs ---
@@ -241,7 +253,7 @@ def _pointer(typing_context, address, kind):
     return element(address, kind), codegen
 
 
-_BIT, _LINE = np.uint16(0), np.int32(0)
+_BIT, _LINE, _SLOT = np.uint16(0), np.int32(0), np.int64(0)
 
 
 @njit(**LOOPS)
@@ -258,8 +270,7 @@ def _layers(
     hidden,
     residual,
     first,
-    write,
-    table,
+    table_shape,
     tasks,
     evidence,
     scale,
@@ -312,6 +323,8 @@ def _layers(
         keys = carray(_pointer(kv[i, 0], _BIT), (key_lines, head_dim))
         values = carray(_pointer(kv[i, 1], _BIT), (value_lines, value_dim))
         by_slot = keys.reshape(slots, kv_heads * head_dim), values.reshape(slots, kv_heads * value_dim)
+        table = carray(_pointer(kv[i, 4], _LINE), table_shape)
+        write = carray(_pointer(kv[i, 5], _SLOT), (rows,))
         if not store_rows(key, value, by_slot[0], by_slot[1], write):
             return False
         _attend(

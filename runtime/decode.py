@@ -250,17 +250,31 @@ class SlowFast:
 
 
 @dataclass(frozen=True)
-class SpanStep:
-    """What the layers of one span read, on the device of the keys, and what is noted of it on the host.
+class Planned:
+    """A step on page tables of some lengths.
 
     Attributes:
-        held: of the step, on the host.
-        table: [batch, width] int32 page table.
+        step: with what kernels read on the device of the keys.
+        ranges: of every query row its request's table and the entries that it reads there, ``begin .. end - 1``.
+        longest: entries of the longest table; width: of the evidence.
+    """
+
+    step: SfiStep
+    ranges: list[tuple[int, int, int]]
+    longest: int
+    width: int
+
+
+@dataclass(frozen=True)
+class SpanStep:
+    """What the layers of one span read, on the device of the keys.
+
+    Attributes:
+        table: [batch, longest] int32 page table.
         width: entries of the evidence.
     """
 
     step: SfiStep
-    held: np.ndarray
     table: torch.Tensor
     width: int
 
@@ -304,7 +318,7 @@ class Step:
         self.behind = self.last[self.owner] - np.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
         # Spans whose tables are as long and as packed as another's share its plan.
-        self.plans: dict[tuple[int, ...], tuple[SfiStep, SfiStep]] = {}
+        self.plans: dict[tuple[int, ...], Planned] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -355,17 +369,16 @@ class Step:
         key = (*lengths.tolist(), *held.tolist())
         if key not in self.plans:
             self.plans[key] = self._plan_tables(lengths, held)
-        on_host, on_device = self.plans[key]
+        planned = self.plans[key]
         # What the descriptor does not name is never read, and a long table not even touched.
-        table = np.empty((len(self), lengths.max()), np.int32)
-        segments = np.arange(len(view.entry) - 1)[self.segments]
-        for line, begin, end, *_ in on_host.plan.packed.tolist():
+        table = np.empty((len(self), planned.longest), np.int32)
+        segments = np.arange(len(view.entry) - 1)[self.segments].tolist()
+        for line, begin, end in planned.ranges:
             table[line, begin:end] = view.part(segments[line], begin, end)
-        width = max((int(lengths[row]) for row in on_host.refresh.rows.tolist() if row >= 0), default=1)
-        return SpanStep(on_device, on_host.held, send(table, state.shape.device), width)
+        return SpanStep(planned.step, send(table, state.shape.device), planned.width)
 
-    def _plan_tables(self, lengths: np.ndarray, held: np.ndarray) -> tuple[SfiStep, SfiStep]:
-        """The plan for page tables of these lengths, on the host and on the device.
+    def _plan_tables(self, lengths: np.ndarray, held: np.ndarray) -> Planned:
+        """The plan for page tables of these lengths.
 
         Args:
             lengths, held: [requests] entries of the table and of the compact run, -1 where nothing is packed.
@@ -384,7 +397,9 @@ class Step:
             state.config,
             Reads(recent, selected, np.where(self.alternates[owner], seed, -1), self.lengths[owner]),
         )
-        return step, step.on(state.shape.device)
+        ranges = [(line, begin, end) for line, begin, end, *_ in step.plan.packed.tolist()]
+        width = max((int(lengths[row]) for row in step.refresh.rows.tolist() if row >= 0), default=1)
+        return Planned(step.on(state.shape.device), ranges, int(lengths.max()), width)
 
     def _refresh(
         self,
@@ -414,7 +429,7 @@ class Step:
         renewed = self.evidence >= 0
         causes = state.phases.cause(rows).tolist()
         for span, plan in self.spans.items():
-            held = plan.held[self.last]
+            held = plan.step.held[self.last]
             state.held[span, rows] = np.where(self.alternates, held, state.held[span, rows])
         state.refreshed[rows] = np.where(self.alternates, self.refreshed, state.refreshed[rows])
         state.refresh_seconds += self.seconds

@@ -4,7 +4,7 @@ Everything here happens while the scheduler composes a batch, never inside a for
 tables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -157,6 +157,10 @@ class KvMemory:
         self.retained.truncate(row, span, self.retained.length(row, span) - spare)
         self._kept[row][span] = kept
 
+    def shared_spans(self, rows: Iterable[int]) -> int:
+        """Up to which span all of these rows are read through the shared map alone."""
+        return min((min([self.tables.first_private(row), *self.pending(row)]) for row in rows), default=0)
+
     def after(self, row: int, span: int) -> int:
         """Generated tokens that a pending span has room for; 0 in any other span."""
         kept = self.pending(row).get(span)
@@ -189,9 +193,9 @@ class KvMemory:
 
     def held(self, row: int, length: int) -> int:
         """Physical pages of a row with ``length`` tokens, its part of the prefix cache included."""
-        pages = len(self.tables.pages(row)) + self._leaning.get(row, 0)
+        pages = self.tables.page_count(row) + self._leaning.get(row, 0)
         if row in self.retained:
-            pages += len(self.retained.pages(row))
+            pages += self.retained.page_count(row)
             length = min(length, self.owners[row].prompt_tokens)
         return pages + self.tables.first_private(row) * pages_of(length, self.page_size)
 

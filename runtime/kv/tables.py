@@ -192,6 +192,10 @@ class Tables:
             return tables[span].pages
         return np.concatenate([table.pages for table in tables.values()] or [np.zeros(0, np.int32)])
 
+    def page_count(self, row: int) -> int:
+        """How many pages all tables of a row have."""
+        return sum(len(table.pages) for table in self._rows.get(row, {}).values())
+
     def all_pages(self) -> np.ndarray:
         """Pages of all rows, shared ones once per owner; for audits."""
         return np.concatenate([self.pages(row) for row in self._rows] or [np.zeros(0, np.int32)])

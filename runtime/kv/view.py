@@ -95,26 +95,35 @@ class SpanView:
         return self.slots[run] if "slots" in self.__dict__ else self.look_up(run)
 
 
-def view(memory: KvMemory, batch: Batch, span: int) -> SpanView:
-    """The view of one span."""
-    rows = batch.rows.tolist()
-    private = np.array([memory.tables.first_private(row) <= span for row in rows], bool)
-    # A request that starts again after it was taken back brings generated tokens in one step with the end of its
-    # prompt. They see what is kept of it, as they did before.
-    after = np.array([memory.after(row, span) for row in rows])
-    if private.any() or batch.again.any() or after.any():
-        return _mixed(memory, batch, span, private, after)
-    write = memory.shared.slots(span, batch.written)
+class Views(dict[int, SpanView]):
+    """The view of each span in one engine step, made when it is first asked for."""
 
+    def __init__(self, memory: KvMemory, batch: Batch) -> None:
+        super().__init__()
+        self.memory, self.batch = memory, batch
+        self._shared_spans = 0 if batch.again.any() else memory.shared_spans(batch.rows.tolist())
+
+    def __missing__(self, span: int) -> SpanView:
+        make = _shared if span < self._shared_spans else _mixed
+        found = self[span] = make(self.memory, self.batch, span)
+        return found
+
+
+def _shared(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     def look_up(run: slice) -> np.ndarray:
         if run == slice(None) and memory.page_size > 1:
-            return np.concatenate([memory.shared.run(span, batch.of(i)) for i in range(len(rows))])
+            return np.concatenate([memory.shared.run(span, batch.of(i)) for i in range(len(batch.rows))])
         return memory.shared.slots(span, batch.virtual[run])
 
+    write = memory.shared.slots(span, batch.written)
     return SpanView(look_up, batch.entry, batch.query, write.astype(np.int64))
 
 
-def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after: np.ndarray) -> SpanView:
+def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:
+    private = [memory.tables.first_private(row) <= span for row in batch.rows.tolist()]
+    # A request that starts again after it was taken back brings generated tokens in one step with the end of its
+    # prompt. They see what is kept of it, as they did before.
+    after = [memory.after(row, span) for row in batch.rows.tolist()]
     dummy = np.full(1, UNBACKED, np.int32)
     parts: list[np.ndarray] = []
     writes: list[np.ndarray] = []
@@ -127,7 +136,7 @@ def _mixed(memory: KvMemory, batch: Batch, span: int, private: np.ndarray, after
             writes.append(slots[len(slots) - rows :] if write is None else write)
 
     for i, row in enumerate(batch.rows.tolist()):
-        later, again = int(after[i]), bool(batch.again[i])
+        later, again = after[i], bool(batch.again[i])
         new = int(batch.new[i]) - later
         if private[i] and batch.ghost[i]:
             segment(dummy, 1)

@@ -7,13 +7,19 @@ launches Triton kernels, so this slot is the one that keeps every helper on its 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from fathom.kernels import paged_attention_cpu, prefill_attention_cpu, store_kv_cpu, window_scores_cpu
+from fathom.kernels import (
+    compact_kv_cpu,
+    paged_attention_cpu,
+    prefill_attention_cpu,
+    store_kv_cpu,
+    window_scores_cpu,
+)
 from fathom.kernels.decoder_layers_cpu import Reads
 from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
@@ -131,8 +137,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     name = "CPU"
     joined_layers = 0
     """Decoder layers that take a few rows in two calls."""
-    joined_spans = 0
-    """How often the layers of a span were computed in one call."""
+    joined_steps = 0
+    """Decode steps whose layers were computed together."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -150,6 +156,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         window_scores_cpu.warm_up(*shape[:3], model_runner.kv_cache_dtype)
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)
+        compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
         if not model_runner.server_args.enable_lora:
             cpu_linear.pack(model_runner.model)
             self.joined_layers = cpu_layers.join(model_runner.model, self)
@@ -158,18 +165,34 @@ class CpuAttentionBackend(SpanAttentionBackend):
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
         return paged_attention(query, self._pool(layer), few.slots, few.tasks, layer.scaling)[0]
 
-    def reads(self, layers: Sequence["RadixAttention"]) -> Reads | None:
-        """What layers of one span read in this decode step; None where each of them has to be seen by itself."""
-        first, step = layers[0], self.alternating
+    def reads(self, layers: Sequence["RadixAttention"]) -> list[Reads] | None:
+        """What layers read in this decode step, in runs of those that have the same work; None where each of them
+        has to be seen by itself.
+        """
+        step = self.alternating
         if self.watched or (step is not None and step.capacity):
             return None
-        span_view, pools = self.view_of(first.layer_id), [self._pool(layer) for layer in layers]
-        if step is None:
-            few = _few_queries(span_view, first.tp_k_head_num, 1, first.sliding_window_size, None)
-            return Reads(span_view.write, few.slots, few.tasks, pools, pools)
-        plan = step.span_step(first.layer_id, span_view)
-        compacts = [step.state.compact[layer.layer_id] for layer in layers]
-        return Reads(span_view.write, plan.table, plan.step.plan.tasks, pools, compacts)
+        parts = []
+        for _, span in groupby(layers, lambda layer: self.span_of(layer.layer_id)):
+            together = list(span)
+            work = self._span_reads(together[0])
+            for layer in together:
+                pool = self._pool(layer)
+                parts.append((*work, pool, pool if step is None else step.state.compact[layer.layer_id]))
+        found = []
+        for _, run in groupby(parts, lambda part: (id(part[0]), part[1].shape)):
+            (tasks, *_), *columns = zip(*run, strict=True)
+            found.append(Reads(tasks, *columns))
+        return found
+
+    def _span_reads(self, layer: "RadixAttention") -> tuple[Tasks, torch.Tensor, np.ndarray]:
+        """Of the span that this layer is in: the work, the page table, and where keys and values go."""
+        span_view = self.view_of(layer.layer_id)
+        if self.alternating is not None:
+            plan = self.alternating.span_step(layer.layer_id, span_view)
+            return plan.step.plan.tasks, plan.table, span_view.write
+        few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
+        return few.tasks, few.slots, span_view.write
 
     def extend(
         self,

@@ -2,11 +2,10 @@
 
 SGLang's models keep their loop over layers. Of a layer whose every part is known and plain, the object's forward
 takes few rows through ``kernels/decoder_layer_cpu.py`` and leaves all others to the class. Attention stays SGLang's
-call into our backend, except in decode steps in which nothing is done between the layers of a span: the first of
-them computes them all in one call (``kernels/decoder_layers_cpu.py``), and the others pass on what it made.
+call into our backend, except in decode steps in which nothing is done between the layers: the first of them
+computes them all (``kernels/decoder_layers_cpu.py``), and the others pass on what it made.
 """
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 class FewRows:
     """Takes the place of one layer's forward."""
 
-    span: "Span | None" = None
+    together: "Together | None" = None
 
     def __init__(self, layer: Any, before: BeforeAttention, after: AfterAttention) -> None:
         self.layer, self.attention = layer, layer.self_attn.attn
@@ -50,27 +49,22 @@ class FewRows:
         if not few or any(value is not None for value in options.values()):
             stock = type(self.layer).forward
             return stock(self.layer, positions, hidden_states, forward_batch, residual, **options)
-        if self.span is not None and forward_batch.forward_mode.is_decode():
-            done = self.span(self, positions, hidden_states, residual)
+        if self.together is not None and forward_batch.forward_mode.is_decode():
+            done = self.together(self, positions, hidden_states, residual)
             if done is not None:
                 return done
         query, key, value, residual = self.before(positions, hidden_states, residual)
         return self.after(self.attention(query, key, value, forward_batch), residual)
 
 
-class Span:
-    """Consecutive layers that read and write the same slots, and can be computed in one call."""
+class Together:
+    """All layers of a model, computed when it is the first one's turn."""
 
     done: torch.Tensor | None = None
-    """The hidden states that came of the last call, until the last layer has passed them on."""
+    """The hidden states that came of them, until the last layer has passed them on."""
 
-    def __init__(self, layers: DecoderLayers, numbers: range, parts: list[FewRows], backend: Any) -> None:
-        """
-        Args:
-            layers: of the whole model; numbers: of this span's among them; parts: the span's.
-        """
-        self.layers, self.numbers, self.parts = layers, numbers, parts
-        self.backend: CpuAttentionBackend = backend
+    def __init__(self, layers: DecoderLayers, parts: list[FewRows], backend: "CpuAttentionBackend") -> None:
+        self.layers, self.parts, self.backend = layers, parts, backend
         self.attentions = [part.attention for part in parts]
 
     def __call__(
@@ -84,11 +78,13 @@ class Span:
                 self.done = None
             return hidden, residual
         self.done = None
-        if get_attn_backend() is not self.backend or (reads := self.backend.reads(self.attentions)) is None:
+        if residual is not None or get_attn_backend() is not self.backend:
             return None
-        found = self.layers(self.numbers, positions, hidden, residual, reads)
+        if (runs := self.backend.reads(self.attentions)) is None:
+            return None
+        found = self.layers(positions, hidden, runs)
         if found is not None:
-            self.backend.joined_spans += 1
+            self.backend.joined_steps += 1
             self.done = found[0] if len(self.parts) > 1 else None
         return found
 
@@ -103,12 +99,12 @@ def join(model: torch.nn.Module, backend: "CpuAttentionBackend") -> int:
     if parts:
         decoder_layer_cpu.warm_up()
     if len(parts) == len(layers):
-        _join_spans(model, parts, backend)
+        _join_all(model, parts, backend)
     return len(parts)
 
 
-def _join_spans(model: torch.nn.Module, parts: list[FewRows], backend: "CpuAttentionBackend") -> None:
-    """Let the layers of each span be computed in one call, where they are alike."""
+def _join_all(model: torch.nn.Module, parts: list[FewRows], backend: "CpuAttentionBackend") -> None:
+    """Let the layers be computed together, where they are alike."""
     captured = any(getattr(part, "layers_to_capture", None) for part in model.modules())
     attentions = [part.attention for part in parts]
     kinds = {
@@ -126,12 +122,9 @@ def _join_spans(model: torch.nn.Module, parts: list[FewRows], backend: "CpuAtten
     except ValueError:
         return
     decoder_layers_cpu.warm_up(layers)
-    for _, own in groupby(range(len(parts)), lambda i: backend.span_of(attentions[i].layer_id)):
-        numbers = list(own)
-        together = [parts[i] for i in numbers]
-        span = Span(layers, range(numbers[0], numbers[-1] + 1), together, backend)
-        for part in together:
-            part.span = span
+    together = Together(layers, parts, backend)
+    for part in parts:
+        part.together = together
 
 
 def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:

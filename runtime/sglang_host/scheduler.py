@@ -106,7 +106,7 @@ class FathomScheduler(Scheduler):
             "attention_backend": _name(runner.attn_backend),
             "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
             "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
-            "joined_spans": getattr(runner.attn_backend, "joined_spans", 0),
+            "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
             "sglang": sglang.__version__,

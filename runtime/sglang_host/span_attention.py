@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 
 from fathom.kernels.kv_pair import KvPair
 from fathom.runtime.decode import Step
-from fathom.runtime.kv.view import Batch, SpanView, view
+from fathom.runtime.kv.view import Batch, SpanView, Views
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class SpanAttentionBackend(AttentionBackend):
     name = ""
     """In refusals."""
     batch: Batch
+    views: Views
     alternating: Step | None = None
     """While a batch runs that has requests which decode slow and fast: what they read, and where no drafted tokens
     are verified, what every decoding request reads."""
@@ -66,7 +67,6 @@ class SpanAttentionBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.kv_pool = model_runner.token_to_kv_pool
         self.memory = model_runner.token_to_kv_pool_allocator.memory
-        self.views: dict[int, SpanView] = {}
         self.pairs: dict[int, KvPair] = {}
         self.taps: dict[int, Tap] = {}
 
@@ -116,14 +116,11 @@ class SpanAttentionBackend(AttentionBackend):
     def set_batch(self, batch: Batch) -> None:
         """From here on the layers compute these rows."""
         self.batch = batch
-        self.views = {}
+        self.views = Views(self.memory, batch)
 
     def view_of(self, layer_id: int) -> SpanView:
         """What a layer reads and writes in this step."""
-        span = self.span_of(layer_id)
-        if span not in self.views:
-            self.views[span] = view(self.memory, self.batch, span)
-        return self.views[span]
+        return self.views[self.span_of(layer_id)]
 
     def span_of(self, layer_id: int) -> int:
         """The span of a layer: layers of one span share a view."""

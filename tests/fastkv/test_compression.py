@@ -11,7 +11,7 @@ from fathom.runtime import staircase
 from fathom.runtime.fastkv.step import config_of, propagation_step, retention
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
-from fathom.runtime.kv.view import Batch, view
+from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import build
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, selectors
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
@@ -152,7 +152,7 @@ class Host:
                 torch.stack([getattr(self.models[i], name)[layer, p] for i, p in pick])
                 for name in ("query", "keys", "values")
             )
-            span_view = view(engine.memory, batch, layer // engine.span)
+            span_view = Views(engine.memory, batch)[layer // engine.span]
             assert len(span_view.write) == len(rows)
             keys, values = engine.keys[layer % engine.span], engine.values[layer % engine.span]
             write = torch.from_numpy(span_view.write)

@@ -43,3 +43,24 @@ def test_what_could_overwrite_itself_is_refused():
             compact_kv(keys, values, source, torch.tensor(destination))
     with pytest.raises(ValueError, match="do not fit"):
         compact_kv(keys, values, source[:2], torch.tensor([50, 51]))
+
+
+def test_a_slot_outside_the_pool_is_refused():
+    keys, values = pool()
+    before = keys.clone(), values.clone()
+    inside, outside = torch.tensor([[1], [2], [3]]), torch.tensor([[1], [60], [3]])
+    for source, destination in ((outside, torch.tensor([50])), (inside, torch.tensor([-1]))):
+        with pytest.raises(IndexError, match=r"0 \.\. 59"):
+            compact_kv(keys, values, source, destination, disjoint=True)
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+
+
+@pytest.mark.parametrize("kept", [31, 32, 33, 200])
+def test_many_entries_and_heads(kept):
+    keys, values = pool(torch.bfloat16, slots=500, kv_heads=8)
+    want = keys.clone(), values.clone()
+    source = torch.stack([torch.randperm(250)[:kept].sort().values for _ in range(8)])
+    destination = torch.randperm(250)[:kept] + 250
+    compact_kv_reference(*want, source, destination)
+    compact_kv(keys, values, source, destination, disjoint=True)
+    assert torch.equal(keys, want[0]) and torch.equal(values, want[1])

@@ -207,43 +207,58 @@ class Model:
     def copies(self):
         return [KvPair(*(x.clone() for x in pool)) for pool in self.pools]
 
-    def piece_by_piece(self, which, pools, attend, positions, hidden, residual, write):
-        for i in which:
-            query, key, value, residual = self.layers[i].before(positions, hidden, residual)
+    def piece_by_piece(self, pools, attend, positions, hidden, writes):
+        residual = None
+        for i, layer in enumerate(self.layers):
+            query, key, value, residual = layer.before(positions, hidden, residual)
             key, value = (x.view(len(x), self.kv_heads, self.dim) for x in (key, value))
-            assert store_kv(key, value, pools[i], torch.from_numpy(write))
+            assert store_kv(key, value, pools[i], torch.from_numpy(writes[i]))
             query = query.view(len(query), self.heads, self.dim)
-            attended = attend(query, pools[i], self.compacts[i]).flatten(1).bfloat16()
-            hidden, residual = self.layers[i].after(attended, residual)
+            attended = attend(i, query, pools[i]).flatten(1).bfloat16()
+            hidden, residual = layer.after(attended, residual)
         return hidden, residual
 
 
 def steps(model, rows):
-    """Tables that are read as they are, and with a compact run for every other request."""
+    """What layers read whose tables are read as they are, and with a compact run for every other request; for each
+    layer another table and other slots to write. Beside it how a layer attends by itself.
+    """
+    count = len(model.layers)
     lengths = np.random.default_rng(rows).integers(1, 200, rows)
     entry = np.concatenate([[0], np.cumsum(lengths)])
-    slots = np.random.default_rng(0).integers(0, SLOTS - rows, entry[-1]).astype(np.int32)
-    write = np.arange(SLOTS - rows, SLOTS)
-    slots[entry[1:] - 1] = write
-    table, tasks = torch.from_numpy(slots)[None], plan_packed(entry, np.arange(rows + 1), model.kv_heads)
+    writes = [np.roll(np.arange(SLOTS - rows, SLOTS), i) for i in range(count)]
+    lines = [
+        np.random.default_rng(i).integers(0, SLOTS - rows, entry[-1]).astype(np.int32) for i in range(count)
+    ]
+    for line, write in zip(lines, writes, strict=True):
+        line[entry[1:] - 1] = write
+    packed = [torch.from_numpy(line)[None] for line in lines]
+    tasks = plan_packed(entry, np.arange(rows + 1), model.kv_heads)
 
-    def plain(query, pool, compact):
-        return paged_attention(query, pool, table, tasks, model.scale)[0]
+    def plain(i, query, pool):
+        return paged_attention(query, pool, packed[i], tasks, model.scale)[0]
 
-    yield Reads(write, table, tasks, model.pools, model.pools), plain
-    square = torch.zeros(rows, lengths.max(), dtype=torch.int32)
-    for line, (begin, end) in enumerate(pairwise(entry)):
-        square[line, : end - begin] = table[0, begin:end]
+    yield Reads(tasks, packed, writes, model.pools, model.pools), plain
+    squares = [torch.zeros(rows, lengths.max(), dtype=torch.int32) for _ in range(count)]
+    for square, line in zip(squares, lines, strict=True):
+        for row, (begin, end) in enumerate(pairwise(entry)):
+            square[row, : end - begin] = torch.from_numpy(line[begin:end])
     ends, each = torch.from_numpy(lengths), torch.arange(rows)
     fast = (each % 2).bool()
     begin, held = torch.where(fast, ends - 1, 0), torch.where(fast, COMPACT // 2, 0)
     plan = plan_segments(each, begin, ends, each % 2, held, each * 0 - 1, model.kv_heads)
 
-    def two(query, pool, compact):
+    def two(i, query, pool):
         given = query.unsqueeze(1)
-        return two_segment_attention(given, pool, compact, square, plan, model.scale)[0]
+        return two_segment_attention(given, pool, model.compacts[i], squares[i], plan, model.scale)[0]
 
-    yield Reads(write, square, plan.tasks, model.pools, model.compacts), two
+    yield Reads(plan.tasks, squares, writes, model.pools, model.compacts), two
+
+
+def part(reads, which):
+    """Some of the layers."""
+    columns = (reads.tables, reads.writes, reads.pools, reads.compacts)
+    return Reads(reads.tasks, *(column[which] for column in columns))
 
 
 @pytest.mark.parametrize("kind", ["llama", "head_norms", "half_turned"])
@@ -251,29 +266,26 @@ def steps(model, rows):
 def test_layers_together_are_the_same_layers_to_the_bit(kind, rows):
     torch.manual_seed(rows)
     model = Model(kind)
-    positions = torch.randint(0, POSITIONS, (rows,))
+    positions, hidden = torch.randint(0, POSITIONS, (rows,)), random(rows, HIDDEN)
     before = model.copies()
-    for reads, attend in steps(model, rows):
-        for which in (range(3), range(1, 3)):
-            for pool, kept in zip(model.pools, before, strict=True):
-                for own, old in zip(pool, kept, strict=True):
-                    own.copy_(old)
-            hidden, residual = random(rows, HIDDEN), random(rows, HIDDEN) if which.start else None
-            given = hidden.clone(), None if residual is None else residual.clone()
-            pools = model.copies()
-            want = model.piece_by_piece(which, pools, attend, positions, hidden, residual, reads.write)
-            part = Reads(
-                reads.write,
-                reads.table,
-                reads.tasks,
-                *(x[which.start :] for x in (reads.pools, reads.compacts)),
-            )
-            got = model.together(which, positions, hidden, residual, part)
-            for one, other in zip(got, want, strict=True):
-                assert torch.equal(one, other)
-            for pool, other in zip(model.pools, pools, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(pool, other, strict=True))
-            assert torch.equal(hidden, given[0]) and (residual is None or torch.equal(residual, given[1]))
+    (packed, plain), (two_segments, two) = steps(model, rows)
+    mixed = [part(packed, slice(0, 1)), part(two_segments, slice(1, 3))]
+    for runs, attend in (
+        ([packed], plain),
+        ([two_segments], two),
+        (mixed, lambda i, *given: (two if i else plain)(i, *given)),
+    ):
+        for pool, kept in zip(model.pools, before, strict=True):
+            for own, old in zip(pool, kept, strict=True):
+                own.copy_(old)
+        given, pools = hidden.clone(), model.copies()
+        want = model.piece_by_piece(pools, attend, positions, hidden, packed.writes)
+        got = model.together(positions, hidden, runs)
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
+        for pool, other in zip(model.pools, pools, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(pool, other, strict=True))
+        assert torch.equal(hidden, given)
 
 
 def test_what_layers_together_refuse():
@@ -282,16 +294,23 @@ def test_what_layers_together_refuse():
     (reads, _), _ = steps(model, 1)
     hidden, position = random(1, HIDDEN), torch.tensor([3])
     with pytest.raises(IndexError, match=f"position outside 0 .. {POSITIONS - 1}"):
-        model.together(range(3), torch.tensor([POSITIONS]), hidden, None, reads)
-    outside = Reads(np.array([SLOTS]), *(getattr(reads, x) for x in ("table", "tasks", "pools", "compacts")))
+        model.together(torch.tensor([POSITIONS]), hidden, [reads])
+    outside = [*reads.writes[:2], np.array([SLOTS])]
     with pytest.raises(IndexError, match=f"slot outside 0 .. {SLOTS - 1}"):
-        model.together(range(3), position, hidden, None, outside)
+        model.together(
+            position, hidden, [Reads(reads.tasks, reads.tables, outside, model.pools, model.pools)]
+        )
     other = [
         *model.pools[:2],
         KvPair(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in model.pools[2])),
     ]
-    mixed = Reads(reads.write, reads.table, reads.tasks, other, other)
-    assert model.together(range(3), position, hidden, None, mixed) is None, "pools of two layouts"
+    mixed = Reads(reads.tasks, reads.tables, reads.writes, other, other)
+    pools = model.copies()
+    assert model.together(position, hidden, [mixed]) is None, "pools of two layouts"
+    apart = [part(reads, slice(0, 2)), part(mixed, slice(2, 3))]
+    assert model.together(position, hidden, apart) is None, "a later run's slots are no blocks of memory"
+    for pool, kept in zip(model.pools, pools, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pool, kept, strict=True)), "nothing was computed"
     with pytest.raises(ValueError, match="16"):
         Model("bias")
     wider = Layer(*LAYERS["half_turned"])

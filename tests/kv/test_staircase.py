@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime.kv.memory import Growth, KvMemory
-from fathom.runtime.kv.view import Batch, view
+from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import SCORED, PlanError, PrefillPlan, Step
 from fathom.runtime.staircase import Choice, Work, climb, first_rows
 
@@ -125,7 +125,7 @@ def test_the_view_reads_what_the_rows_may_see(data):
         batch = Batch(
             np.arange(1, len(works) + 1), lengths, np.concatenate(virtual), count - again, again, ghost
         )
-        check_view(memory, works, virtual, rows, view(memory, batch, layer), layer)
+        check_view(memory, works, virtual, rows, Views(memory, batch)[layer], layer)
 
 
 def check_view(memory, works, virtual, rows, found, layer):
