@@ -84,22 +84,24 @@ class PagePool:
         """
         if count > self.free:
             raise OutOfPages(f"{count} KV pages needed, {self.free} of {self.total} free")
-        parts: list[np.ndarray] = []
-        missing = count
-        order = [arena]
-        if count > self._free[arena]:
-            order += sorted(set(range(self.arenas)) - {arena}, key=lambda other: -self._free[other])
-        for source in order:
-            free = self._free[source]
-            use = min(missing, free)
-            parts.append(self._stacks[source][free - use : free][::-1])
-            self._free[source] = free - use
-            missing -= use
-        pages = np.concatenate(parts)
+        if count <= self._free[arena]:
+            pages = self._pop(count, arena)
+        else:
+            others = sorted(set(range(self.arenas)) - {arena}, key=lambda other: -self._free[other])
+            parts, missing = [], count
+            for source in (arena, *others):
+                parts.append(self._pop(min(missing, self._free[source]), source))
+                missing -= len(parts[-1])
+            pages = np.concatenate(parts)
         self._owners[pages] = 1
         self._asked_of[pages] = arena
         self.in_use[arena] += count
         return pages
+
+    def _pop(self, count: int, arena: int) -> np.ndarray:
+        free = self._free[arena]
+        self._free[arena] = free - count
+        return self._stacks[arena][free - count : free][::-1].copy()
 
     def share(self, pages: np.ndarray) -> None:
         """Add one owner to each page."""
