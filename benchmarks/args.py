@@ -268,3 +268,9 @@ def room(cells: list[Cell], settings: Settings, variants: int = 1) -> Room:
         own = each // 2 + settings.output + SLACK
         return Room(each, (variants * settings.documents + 1) * each + batch * own)
     return Room(each, 2 * each * batch)
+
+
+def least_tokens(cells: list[Cell], settings: Settings) -> int:
+    """Tokens that a dense server's KV pool has to hold so that no document has to be read again."""
+    longest, batch = max(cell.prompt for cell in cells), max(cell.batch for cell in cells)
+    return settings.documents * longest + batch * (TAIL + settings.output)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fathom.benchmarks import combined, liveness, predict, report, servers, sfi_kernels, studies, vllm_env
-from fathom.benchmarks.args import parser, plan, room
+from fathom.benchmarks.args import least_tokens, parser, plan, room
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
@@ -144,6 +144,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
     logs, prompts = args.cache.resolve() / "logs", prompt_source(args, shape, settings)
     with servers.stopping() as running:
         result["variants"] = start_all(running, variants, at, logs, args.start_limit, args.one_server)
+        if settings.documents:
+            for server, described in zip(running, result["variants"], strict=True):
+                liveness.check_room(server, described["identity"], least_tokens(cells, settings))
         result["cells"], sent = measure(running, shape, cells, settings, prompts)
         for server in running:
             liveness.check_served(server, sent[server.url])

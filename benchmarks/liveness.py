@@ -66,6 +66,16 @@ def check_served(server: Server, sent: int) -> None:
             raise BenchError(f"{server.variant.name}: its worker saw {seen} of {sent} requests")
 
 
+def check_room(server: Server, identity: dict, tokens: int) -> None:
+    """BenchError where a dense server's KV pool, which its memory bounds, is smaller than the documents need."""
+    pool = identity.get("max_total_num_tokens")
+    if server.variant.dense and pool is not None and pool < tokens:
+        raise BenchError(
+            f"{server.variant.name}: its KV pool holds {pool} tokens, the documents and what is asked about them "
+            f"take {tokens}, so they would be read again all the time; fewer --documents or shorter --prompts"
+        )
+
+
 def check_cached(server: Server, reply: Reply, tokens: int) -> None:
     """BenchError unless a Fathom answer found that many tokens of its prompt in the prefix cache."""
     if reply.fathom is not None and reply.fathom["cached_tokens"] < tokens:

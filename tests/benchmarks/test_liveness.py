@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from fathom.benchmarks import liveness
+from fathom.benchmarks.args import least_tokens
 from fathom.benchmarks.client import BenchError, Reply
+from fathom.benchmarks.prompts import TAIL, Cell, Settings
 from fathom.benchmarks.variants import with_body
 
 DONE = {"prompt_tokens": 100, "kept_tokens": 50, "kv_bytes": 5, "kv_bytes_dense": 10}
@@ -49,3 +51,16 @@ def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
 )
 def test_a_policy_that_was_carried_out_counts(policy, counters):
     check(policy, **counters)
+
+
+def test_a_pool_too_small_for_the_documents_ends_the_run_before_they_are_read():
+    settings = Settings(output=130, documents=3)
+    tokens = least_tokens([Cell(32768, 1), Cell(32768, 8), Cell(4096, 8)], settings)
+    assert tokens == 3 * 32768 + 8 * (TAIL + 130)
+    dense = SimpleNamespace(variant=with_body("x", {}))
+    narrow = SimpleNamespace(variant=with_body("x", {"depth_cutoff": 6}))
+    liveness.check_room(dense, {"max_total_num_tokens": tokens}, tokens)
+    liveness.check_room(narrow, {"max_total_num_tokens": tokens - 1}, tokens)
+    liveness.check_room(dense, {"version": "vLLM says nothing of it"}, tokens)
+    with pytest.raises(BenchError, match=f"holds {tokens - 1} tokens.*take {tokens}.*fewer --documents"):
+        liveness.check_room(dense, {"max_total_num_tokens": tokens - 1}, tokens)
