@@ -44,7 +44,9 @@ def compact_kv(
         disjoint: the caller vouches for that. Otherwise it is checked, which on a GPU waits for the device.
 
     Raises:
-        ValueError: when shapes do not fit, or source and destination share a slot.
+        ValueError: when shapes do not fit, or source and destination share a slot; on a CPU also where slots or
+            heads are not a whole number of heads' widths apart.
+        IndexError: on a CPU, for a slot outside the buffers; nothing is copied.
     """
     kv_heads, kept = source.shape
     if keys.shape[:2] != values.shape[:2] or keys.shape[1] != kv_heads or destination.shape != (kept,):

@@ -180,6 +180,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
                 pool = self._pool(layer)
                 parts.append((*work, pool, pool if step is None else step.state.compact[layer.layer_id]))
         found = []
+        # Spans whose tables are alike have one and the same plan of work.
         for _, run in groupby(parts, lambda part: (id(part[0]), part[1].shape)):
             (tasks, *_), *columns = zip(*run, strict=True)
             found.append(Reads(tasks, *columns))

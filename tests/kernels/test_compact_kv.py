@@ -64,3 +64,9 @@ def test_many_entries_and_heads(kept):
     compact_kv_reference(*want, source, destination)
     compact_kv(keys, values, source, destination, disjoint=True)
     assert torch.equal(keys, want[0]) and torch.equal(values, want[1])
+
+
+def test_heads_that_are_no_whole_lines_apart_are_refused():
+    keys, values = (torch.zeros(60, 3, 24)[..., :16] for _ in range(2))
+    with pytest.raises(ValueError, match="whole lines"):
+        compact_kv(keys, values, torch.tensor([[1], [2], [3]]), torch.tensor([50]))
