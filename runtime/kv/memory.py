@@ -225,9 +225,12 @@ class KvMemory:
             by_depth.setdefault(self.tables.first_private(step.row), []).append(self._shared(step))
         for depth, virtual in by_depth.items():
             self.shared.back(np.concatenate(virtual), depth)
+        by_span: dict[tuple[Tables, int], list[tuple[int, int]]] = {}
         for step, grows in zip(growth, private, strict=True):
             for tables, span, count in grows:
-                tables.append(step.row, span, count)
+                by_span.setdefault((tables, span), []).append((step.row, count))
+        for (tables, span), counts in by_span.items():
+            tables.append_all(span, counts)
 
     def _shared(self, step: Growth) -> np.ndarray:
         """The virtual pages that are to be backed; none for tokens after a prompt of which entries are dropped."""

@@ -5,32 +5,53 @@ the whole prompt, not only on the tokens before it, so it never reaches the pref
 with its row.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fathom.runtime.kv.pages import PagePool, pages_of, slots_of
 
+ROOM = 64
+"""Pages that a table has room for at least when it grows, and one more for each so many that it has."""
 
-@dataclass
+
 class Table:
     """Entries of one span.
 
     Attributes:
-        pages: [pages] int32; another array wherever a page is another one.
         length: entries in use.
     """
 
-    pages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    length: int = 0
-    _pages_of_slots: np.ndarray | None = field(default=None, init=False, repr=False)
-    _slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), init=False, repr=False)
+    def __init__(self, pages: np.ndarray | None = None, length: int = 0) -> None:
+        self.pages = np.zeros(0, np.int32) if pages is None else pages
+        self.length = length
+
+    @property
+    def pages(self) -> np.ndarray:
+        """[pages] int32; what is read of it stays as it is."""
+        return self._room[: self._count]
+
+    @pages.setter
+    def pages(self, pages: np.ndarray) -> None:
+        self._room, self._count = pages, len(pages)
+        self._slots: np.ndarray | None = None
+
+    def add(self, fresh: np.ndarray) -> None:
+        """More pages, behind those that there are."""
+        first, self._count = self._count, self._count + len(fresh)
+        if self._count > len(self._room):
+            # Room for as many as some decode steps take, so that not each of them copies a long table.
+            grown = np.empty(self._count + ROOM + self._count // ROOM, np.int32)
+            grown[:first] = self._room[:first]
+            self._room = grown
+        self._room[first : self._count] = fresh
+        self._slots = None
 
     def slots(self, page_size: int) -> np.ndarray:
         """[length] int32; worked out when there are other pages than the last time."""
-        if self._pages_of_slots is not self.pages:
-            self._slots = slots_of(self.pages, page_size, 0, len(self.pages) * page_size)
-            self._pages_of_slots = self.pages
+        if self._slots is None:
+            self._slots = slots_of(self.pages, page_size, 0, self._count * page_size)
         return self._slots[: self.length]
 
 
@@ -91,6 +112,12 @@ class Tables:
         new = pages_of(table.length + count, size) - len(table.pages)
         return new + (1 if count and self._shares_last_page(table) else 0)
 
+    def need_all(self, row: int, count: int) -> int:
+        """Pages that ``count`` more entries in each table of a row would take."""
+        if self.pool.page_size == 1:
+            return count * len(self._rows.get(row, ()))
+        return sum(self.need(row, span, count) for span in self._rows.get(row, ()))
+
     def append(self, row: int, span: int, count: int) -> PageCopy | None:
         """Make room for ``count`` more entries.
 
@@ -102,18 +129,28 @@ class Tables:
         Raises:
             OutOfPages: nothing is changed then.
         """
-        table, size = self._rows[row][span], self.pool.page_size
-        copies, copy = bool(count) and self._shares_last_page(table), None
-        if needed := self.need(row, span, count):
-            fresh, kept = self.pool.take(needed, span), table.pages
-            if copies:
-                kept, source = kept[:-1], kept[-1:]
+        return self.append_all(span, [(row, count)])[0]
+
+    def append_all(self, span: int, counts: Sequence[tuple[int, int]]) -> list[PageCopy | None]:
+        """:meth:`append` to the tables of several rows, no row twice: ``counts`` are rows and their new entries."""
+        needs = [self.need(row, span, count) for row, count in counts]
+        fresh, first = self.pool.take(sum(needs), span), 0
+        copies = []
+        for (row, count), needed in zip(counts, needs, strict=True):
+            table, copy = self._rows[row][span], None
+            own = fresh[first : first + needed]
+            first += needed
+            if count and self._shares_last_page(table):
+                kept, source = table.pages[:-1], table.pages[-1:]
                 self.pool.give_back(source)
-                copy = PageCopy(source, fresh[:1])
-            table.pages = np.concatenate([kept, fresh])
-        table.length += count
-        assert len(table.pages) == pages_of(table.length, size)
-        return copy
+                table.pages = np.concatenate([kept, own])
+                copy = PageCopy(source, own[:1])
+            elif needed:
+                table.add(own)
+            table.length += count
+            assert len(table.pages) == pages_of(table.length, self.pool.page_size)
+            copies.append(copy)
+        return copies
 
     def truncate(self, row: int, span: int, length: int) -> None:
         """Drop the entries from ``length`` on, and the pages that no entry needs any more."""

@@ -1,6 +1,6 @@
 """What the layers of one span read and write in one engine step: built once, read by each of its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,8 @@ class Batch:
     Attributes:
         rows: [requests] the engine's request rows.
         lengths: [requests] tokens of each request, the new ones included.
-        virtual: [sum of lengths] virtual slots, request after request, in the order of positions.
+        slots: of each request [tokens] its virtual slots, in the order of positions; perhaps a part of the engine's
+            own table.
         new: [requests] query rows per request, an anchor that is computed again not counted.
         again: [requests] whether token 0 is computed again as an additional first row. Its KV below the first
             narrowing is there already; it is needed above.
@@ -28,25 +29,28 @@ class Batch:
 
     rows: np.ndarray
     lengths: np.ndarray
-    virtual: np.ndarray
+    slots: Sequence[np.ndarray]
     new: np.ndarray
     again: np.ndarray
     ghost: np.ndarray
 
     @classmethod
-    def plain(cls, rows: np.ndarray, lengths: np.ndarray, virtual: np.ndarray, new: np.ndarray) -> "Batch":
+    def plain(
+        cls, rows: np.ndarray, lengths: np.ndarray, slots: Sequence[np.ndarray], new: np.ndarray
+    ) -> "Batch":
         """A batch in which every request computes its last ``new`` tokens and nothing else."""
         none = np.zeros(len(rows), bool)
-        return cls(rows, lengths, virtual, new, none, none)
+        return cls(rows, lengths, slots, new, none, none)
 
     @cached_property
     def entry(self) -> np.ndarray:
         """[requests + 1] where each request's virtual slots begin."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
-    def of(self, request: int) -> np.ndarray:
-        """[tokens] virtual slots of a request."""
-        return self.virtual[self.entry[request] : self.entry[request + 1]]
+    @cached_property
+    def virtual(self) -> np.ndarray:
+        """[sum of lengths] virtual slots, request after request."""
+        return np.concatenate(self.slots)
 
     @cached_property
     def query(self) -> np.ndarray:
@@ -56,8 +60,8 @@ class Batch:
     @cached_property
     def written(self) -> np.ndarray:
         """[query rows] virtual slots that take the rows' keys and values."""
-        ends = np.repeat(self.entry[1:] - self.query[1:], self.new)
-        return self.virtual[ends + np.arange(self.query[-1])]
+        new = zip(self.slots, self.new.tolist(), strict=True)
+        return np.concatenate([own[len(own) - rows :] for own, rows in new])
 
 
 @dataclass
@@ -67,7 +71,7 @@ class SpanView:
     The query rows of a segment are the last entries it reads, in order: attention is causal "extend with prefix".
 
     Attributes:
-        look_up: the int32 physical slots of a run of entries; see :attr:`slots`.
+        look_up: the int32 physical slots of all entries, or of a run of one segment's; see :attr:`slots`.
         entry: [segments + 1] int64: where each segment's entries begin in ``slots``.
         query: [segments + 1] int64: where each segment's rows begin in the packed query.
         write: [query rows] int64 physical slots that take the rows' keys and values.
@@ -101,22 +105,41 @@ class Views(dict[int, SpanView]):
     def __init__(self, memory: KvMemory, batch: Batch) -> None:
         super().__init__()
         self.memory, self.batch = memory, batch
-        self._shared_spans = 0 if batch.again.any() else memory.shared_spans(batch.rows.tolist())
+        rows = batch.rows.tolist()
+        self._shared_spans = 0 if batch.again.any() else memory.shared_spans(rows)
+        whole = not (batch.again.any() or batch.ghost.any() or any(memory.pending(row) for row in rows))
+        self._plain = whole and len(rows) > 0 and bool(batch.new.all())
 
     def __missing__(self, span: int) -> SpanView:
-        make = _shared if span < self._shared_spans else _mixed
+        make = _shared if span < self._shared_spans else _plain if self._plain else _mixed
         found = self[span] = make(self.memory, self.batch, span)
         return found
 
 
 def _shared(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     def look_up(run: slice) -> np.ndarray:
-        if run == slice(None) and memory.page_size > 1:
-            return np.concatenate([memory.shared.run(span, batch.of(i)) for i in range(len(batch.rows))])
-        return memory.shared.slots(span, batch.virtual[run])
+        if run == slice(None):
+            return np.concatenate([memory.shared.run(span, own) for own in batch.slots])
+        request = int(np.searchsorted(batch.entry[1:-1], run.start, "right"))
+        first = int(batch.entry[request])
+        return memory.shared.slots(span, batch.slots[request][run.start - first : run.stop - first])
 
     write = memory.shared.slots(span, batch.written)
     return SpanView(look_up, batch.entry, batch.query, write.astype(np.int64))
+
+
+def _plain(memory: KvMemory, batch: Batch, span: int) -> SpanView:
+    """Where each request is one segment: its table of this span, or what the shared map says."""
+    slots = [
+        memory.tables.slots(row, span)
+        if memory.tables.first_private(row) <= span
+        else memory.shared.run(span, own)
+        for row, own in zip(batch.rows.tolist(), batch.slots, strict=True)
+    ]
+    entry = np.concatenate([[0], np.cumsum([len(own) for own in slots])])
+    found = np.concatenate(slots)
+    last = np.repeat(entry[1:] - batch.query[1:], batch.new) + np.arange(batch.query[-1])
+    return SpanView(found.__getitem__, entry, batch.query, found[last].astype(np.int64))
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:
@@ -144,7 +167,7 @@ def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:
         if private[i]:
             slots = memory.tables.slots(row, span)
         else:
-            slots = memory.shared.run(span, batch.of(i)[: batch.lengths[i] - later])
+            slots = memory.shared.run(span, batch.slots[i][: batch.lengths[i] - later])
         if private[i] and _anchored(memory, row, span):
             segment(slots, new + again)
         else:

@@ -130,7 +130,7 @@ class DepthAllocator(CpuPagedAllocator):
         for row, length in rows:
             shared = pages_of(length + tokens, size) - pages_of(length, size)
             pages += shared * memory.tables.first_private(row)
-            pages += sum(memory.tables.need(row, span, tokens) for span in memory.tables.lengths(row))
+            pages += memory.tables.need_all(row, tokens)
         return pages
 
     # --- frees ---

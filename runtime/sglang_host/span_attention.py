@@ -24,19 +24,19 @@ Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 pool's keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the scale of the products."""
 
 
-def virtual_slots(table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[sum of lengths] virtual slots of requests, one after the other.
+def virtual_slots(table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """[tokens] virtual slots of each request; parts of the table where it is on the host.
 
     Args:
         table: SGLang's request table [rows, positions], on any device.
     """
     if table.device.type == "cpu":
-        host = table.numpy()
-        found = [host[row, :length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
-        return np.concatenate(found or [host[0, :0]])
-    longest = int(lengths.max(initial=0))
-    host = table[send(rows, table.device, torch.int64), :longest].cpu().numpy()
-    return host[np.arange(longest) < lengths[:, None]]
+        host, found = table.numpy(), rows
+    else:
+        longest = int(lengths.max(initial=0))
+        host = table[send(rows, table.device, torch.int64), :longest].cpu().numpy()
+        found = np.arange(len(rows))
+    return [host[row, :length] for row, length in zip(found.tolist(), lengths.tolist(), strict=True)]
 
 
 class SpanAttentionBackend(AttentionBackend):

@@ -77,7 +77,7 @@ class SpanForward:
         count = np.bincount(rows.request, minlength=requests)
         again = np.bincount(rows.request[rows.again], minlength=requests).astype(bool)
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
-        self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.virtual, count - again, again, ghost))
+        self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.slots, count - again, again, ghost))
         self._resize(rows, count)
         if self.compression is not None and self.compression.jobs:
             self.compression.start(rows, low, plain.lengths, plain.virtual)

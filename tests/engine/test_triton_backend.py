@@ -101,7 +101,7 @@ def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
             taken, length[row] = taken + grown, length[row] + grown
             virtual[row] = backend.req_to_token[row, : length[row]].numpy()
         ends = np.array([length[row] for row in rows])
-        slots = np.concatenate([virtual[row] for row in rows])
+        slots = [virtual[row] for row in rows]
         backend.set_batch(Batch.plain(np.array(rows), ends, slots, np.ones(3, np.int64)))
         for span in range(SPANS):
             new = torch.zeros(3, KV_HEADS * DIM)

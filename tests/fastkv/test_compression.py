@@ -76,7 +76,7 @@ class Engine:
         lengths = np.array(list(ends.values()))
         virtual = [np.array(s.virtual)[np.arange(n) // size] * size + np.arange(n) % size
                    for s, n in zip(states, lengths, strict=True)]  # fmt: skip
-        plain = (np.array(rows), lengths, np.concatenate(virtual))
+        plain = (np.array(rows), lengths, virtual)
         params = SimpleNamespace(sampling_seed=None)
         fakes = [
             SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), sampling_params=params) for row in rows
@@ -145,7 +145,7 @@ class Host:
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
         new = np.bincount(rows.request, minlength=requests) - again
         batch = Batch(*self.plain, new, again, ghost)
-        self.compression.start(rows, low, self.plain[1], self.plain[2])
+        self.compression.start(rows, low, self.plain[1], np.concatenate(self.plain[2]))
         for layer in range(low, high):
             pick = list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
             query, key, value = (

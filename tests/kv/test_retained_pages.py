@@ -12,6 +12,7 @@ from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory, pages_taken
 from fathom.runtime.kv.pages import OutOfPages, pages_of
+from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import SCORED, PrefillPlan, Step
 
 LAYERS = 4
@@ -111,6 +112,40 @@ class RetentionMachine(RuleBasedStateMachine):
         request.locked = max(whole, request.locked)
 
     @precondition(lambda self: self.requests)
+    @rule()
+    def decode(self):
+        """One more token of each request whose prompt is complete, in one step."""
+        growth, ready = [], self.decoding()
+        for request in ready:
+            new = pages_of(request.length + 1, self.size) - len(request.virtual)
+            if new > len(self.free_virtual):
+                return
+            virtual = [self.free_virtual.pop() for _ in range(new)]
+            growth.append(
+                Growth(request.row, request.length, request.length + 1, np.array(virtual, np.int64))
+            )
+            request.virtual += virtual
+        need, free = self.memory.need(growth), self.memory.pool.free
+        try:
+            self.memory.grow(growth)
+        except OutOfPages:
+            assert need > free == self.memory.pool.free
+            for step, request in zip(growth, ready, strict=True):
+                del request.virtual[len(request.virtual) - len(step.virtual) :]
+                self.free_virtual += step.virtual.tolist()
+            return
+        assert free - self.memory.pool.free == need
+        for request in ready:
+            request.length += 1
+
+    def decoding(self):
+        return [
+            request
+            for request in self.requests.values()
+            if request.opened and request.length >= request.prompt and not self.memory.pending(request.row)
+        ]
+
+    @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 6))
     def draft_and_reject(self, data, count):
         """Room for drafted tokens, all of which are rejected."""
@@ -151,6 +186,37 @@ class RetentionMachine(RuleBasedStateMachine):
                 assert (
                     not self.memory.settled(request.row) or self.memory.tables.first_private(request.row) == 0
                 )
+
+    @invariant()
+    def a_step_reads_the_tables_and_writes_their_ends(self):
+        ready = self.decoding() if hasattr(self, "memory") else []
+        if not ready:
+            return
+
+        def slots(pages, entries):
+            return [int(pages[i // self.size]) * self.size + i % self.size for i in range(entries)]
+
+        batch = Batch.plain(
+            np.array([request.row for request in ready]),
+            np.array([request.length for request in ready]),
+            [np.array(slots(request.virtual, request.length)) for request in ready],
+            np.ones(len(ready), np.int64),
+        )
+        views, tables = Views(self.memory, batch), self.memory.tables
+        for span in range(LAYERS):
+            wanted = [
+                slots(tables.pages(request.row, span), tables.length(request.row, span))
+                if span >= tables.first_private(request.row)
+                else slots(self.memory.shared.backing[span, request.virtual], request.length)
+                for request in ready
+            ]
+            view = views[span]
+            assert view.slots.tolist() == [slot for own in wanted for slot in own]
+            assert view.write.tolist() == [own[-1] for own in wanted]
+            assert view.query.tolist() == list(range(len(ready) + 1))
+            for i, own in enumerate(wanted):
+                for begin in (len(own) // 2, len(own)):
+                    assert Views(self.memory, batch)[span].part(i, begin, len(own)).tolist() == own[begin:]
 
     @invariant()
     def the_ledger_balances(self):

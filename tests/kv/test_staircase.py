@@ -122,9 +122,7 @@ def test_the_view_reads_what_the_rows_may_see(data):
         count = np.bincount(rows.request, minlength=len(works))
         again = np.bincount(rows.request[rows.again], minlength=len(works)).astype(bool)
         ghost = np.bincount(rows.request[rows.ghost], minlength=len(works)).astype(bool)
-        batch = Batch(
-            np.arange(1, len(works) + 1), lengths, np.concatenate(virtual), count - again, again, ghost
-        )
+        batch = Batch(np.arange(1, len(works) + 1), lengths, virtual, count - again, again, ghost)
         check_view(memory, works, virtual, rows, Views(memory, batch)[layer], layer)
 
 
