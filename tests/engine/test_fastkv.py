@@ -133,7 +133,8 @@ def test_whole_prompts_and_restarts(start_server, tiny_model, oracle):
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
     server = start_server(tiny_model, *FLAGS, "--chunked-prefill-size", "-1", env=env)
     answers = check_matrix(server, oracle)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 10
+    # How many are taken back depends on how many have arrived by then.
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 4
     assert settle(server)["fastkv"]["buffer_peak"] == 0
     check_rates_of_one(server)
     check_one_cached_prompt(server, {}, {"kv_retention_rate": 0.1})
