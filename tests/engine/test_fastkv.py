@@ -130,11 +130,10 @@ def settle(server):
 
 def test_whole_prompts_and_restarts(start_server, tiny_model, oracle):
     """SGLang takes running requests back every few steps; they start again with what they have generated."""
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "2"}
     server = start_server(tiny_model, *FLAGS, "--chunked-prefill-size", "-1", env=env)
     answers = check_matrix(server, oracle)
-    # How many are taken back depends on how many have arrived by then.
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 4
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 10
     assert settle(server)["fastkv"]["buffer_peak"] == 0
     check_rates_of_one(server)
     check_one_cached_prompt(server, {}, {"kv_retention_rate": 0.1})
