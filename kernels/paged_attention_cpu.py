@@ -47,6 +47,9 @@ KEYS_PER_BLOCK = 64
 KEYS_AHEAD = 32
 """How far ahead keys and values are asked for: the processor does not guess which four come next."""
 
+KEYS_AHEAD_OF_ONE_HEAD = 64
+"""The same where a task reads one head, so that a key is fewer bytes."""
+
 HEADS_PER_TASK = 8
 """KV heads whose keys a task reads together at most, in the order of memory, where each request has one query."""
 
@@ -323,6 +326,13 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                 slots, last = table[line], stop[i] - 1
                 # The next run of the table is likely to be this thread's next task.
                 horizon = end[b] - 1 if paged else last
+                ahead = KEYS_AHEAD if many > 1 else KEYS_AHEAD_OF_ONE_HEAD
+                for t in range(start[i], min(start[i] + ahead, stop[i]), 4):
+                    key_lines = four_lines(slots, paged, t, last, key_slot, key_line)
+                    value_lines = four_lines(slots, paged, t, last, value_slot, value_line)
+                    for _ in range(many):
+                        key_lines = ask_for_four(keys, key_lines, key_head, head_dim, cache_line)
+                        value_lines = ask_for_four(values, value_lines, value_head, value_dim, cache_line)
                 for begin in range(start[i], stop[i], block):
                     n = min(block, stop[i] - begin)
                     if keep:
@@ -335,7 +345,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                     # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
                     for t in range(0, n, 4):
                         lines = four_lines(slots, paged, begin + t, last, key_slot, key_line)
-                        later = four_lines(slots, paged, begin + t + KEYS_AHEAD, horizon, key_slot, key_line)
+                        later = four_lines(slots, paged, begin + t + ahead, horizon, key_slot, key_line)
                         for h in range(many):
                             later = ask_for_four(keys, later, key_head, head_dim, cache_line)
                             dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
@@ -363,9 +373,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                         fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
                     for t in range(0, n, 4):
                         lines = four_lines(slots, paged, begin + t, last, value_slot, value_line)
-                        later = four_lines(
-                            slots, paged, begin + t + KEYS_AHEAD, horizon, value_slot, value_line
-                        )
+                        later = four_lines(slots, paged, begin + t + ahead, horizon, value_slot, value_line)
                         for h in range(many):
                             later = ask_for_four(values, later, value_head, value_dim, cache_line)
                             add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
