@@ -327,6 +327,7 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                 # The next run of the table is likely to be this thread's next task.
                 horizon = end[b] - 1 if paged else last
                 ahead = KEYS_AHEAD if many > 1 else KEYS_AHEAD_OF_ONE_HEAD
+                # Those that the loops below ask for too late: unless the last task did, nobody has.
                 for t in range(start[i], min(start[i] + ahead, stop[i]), 4):
                     key_lines = four_lines(slots, paged, t, last, key_slot, key_line)
                     value_lines = four_lines(slots, paged, t, last, value_slot, value_line)
