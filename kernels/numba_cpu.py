@@ -236,6 +236,32 @@ def exp_float32(x):
     return _times_power_of_two(p * r * r + r + _ONE, shifted)
 
 
+_LEAST = np.float32(-86.0)
+
+
+@intrinsic
+def _scaled(typing_context, value, shifted):
+    """``value * 2**n``, where ``shifted`` is n + _SHIFT, and value and result are normal numbers."""
+
+    def codegen(context, builder, signature, args):
+        value, n = (builder.bitcast(x, ir.IntType(32)) for x in args)
+        return builder.bitcast(builder.add(value, builder.shl(n, _constant(23))), ir.FloatType())
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@njit(fastmath={"contract"}, cache=True)
+def exp_of_negative(x):
+    """:func:`exp_float32` of a number that is not positive, in half the instructions; 4e-38 where that is more."""
+    x = _LEAST if x < _LEAST else x
+    shifted = x * _LOG2_E + _SHIFT
+    n = shifted - _SHIFT
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
+    return _scaled(p * r * r + r + _ONE, shifted)
+
+
 _ROOT_HALF_BITS = 0x3F3504F3
 
 

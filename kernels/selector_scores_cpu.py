@@ -9,9 +9,13 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.numba_cpu import LOOPS, exp_float32, log_float32, match_torch_threads
+from fathom.kernels.numba_cpu import LOOPS, exp_float32, exp_of_negative, log_float32, match_torch_threads
 
 BLOCK = 1024
+
+PAIRS_AT_ONCE = 8
+"""Requests times KV heads that are worked on together at least: few, so that what the first parallel part writes is
+still in a cache when the second reads it."""
 
 
 def selector_scores_cpu(
@@ -29,8 +33,9 @@ def selector_scores_cpu(
     _positions()(
         low, high, position, *map(np.float32, (c.position_decay, c.position_curve, c.tail_brake, c.epsilon))
     )
-    evidence, prior = np.empty((2, requests, kv_heads, n), np.float32)
-    factors = np.empty((requests, kv_heads, 2), np.float32)
+    at_once = -(-PAIRS_AT_ONCE // kv_heads)
+    evidence, prior = np.empty((2, min(at_once, requests), kv_heads, n), np.float32)
+    factors = np.empty((min(at_once, requests), kv_heads, 2), np.float32)
     numbers = (
         c.power,
         c.norm_decay,
@@ -40,17 +45,20 @@ def selector_scores_cpu(
         c.epsilon,
         math.log(c.epsilon),
     )
-    _scores(c.power == c.norm_decay == 0.5)(
-        logits.numpy(),
-        key_norms.numpy(),
-        low,
-        high,
-        (evidence, prior, position, factors),
-        scores.numpy(),
-        tuple(map(np.float32, numbers)),
-        float(c.prior_clip),
-        int(c.nms_radius),
-    )
+    kernel, parameters = _scores(c.power == c.norm_decay == 0.5), tuple(map(np.float32, numbers))
+    for first in range(0, requests, at_once):
+        some = slice(first, first + at_once)
+        kernel(
+            logits[some].numpy(),
+            key_norms[some].numpy(),
+            low[some],
+            high[some],
+            (evidence, prior, position[some], factors),
+            scores[some].numpy(),
+            parameters,
+            float(c.prior_clip),
+            int(c.nms_radius),
+        )
     return scores
 
 
@@ -112,8 +120,8 @@ def _scores(halves: bool) -> Callable[..., None]:
                     source, part = logits[r, h, q, first : min(first + BLOCK, high)], zero
                     own = powers[q, first - low : first - low + len(source)]
                     for t in range(len(source)):
-                        own[t] = exp_float32(power * (source[t] - top))
-                        part += own[t] * own[t] if halves else exp_float32(source[t] - top)
+                        own[t] = exp_of_negative(power * (source[t] - top))
+                        part += own[t] * own[t] if halves else exp_of_negative(source[t] - top)
                     total += part
                 scale[q] = exp_float32(-power * log_float32(np.float32(total)))
             sum_f = sum_r = sum_ff = sum_fr = sum_rr = 0.0
@@ -189,7 +197,7 @@ def _scores(halves: bool) -> Callable[..., None]:
             for h in range(kv_heads):
                 own = scores[r, h, low:high]
                 for t in range(size):
-                    total[t] += exp_float32((own[t] - top[t]) * per_degree)
+                    total[t] += exp_of_negative((own[t] - top[t]) * per_degree)
             for t in range(size):
                 total[t] = log_float32(total[t])
             for h in range(kv_heads):

@@ -9,7 +9,15 @@ import pytest
 import torch
 from numba import njit
 
-from fathom.kernels.numba_cpu import as_array, exp_float32, from_float32, log_float32, prefetch, to_float32
+from fathom.kernels.numba_cpu import (
+    as_array,
+    exp_float32,
+    exp_of_negative,
+    from_float32,
+    log_float32,
+    prefetch,
+    to_float32,
+)
 from fathom.kernels.rms_norm import rms_norm, rms_norm_reference
 from fathom.kernels.rotary import rotary, rotary_reference
 from fathom.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
@@ -30,6 +38,12 @@ def assert_same(got, want):
 def exp_all(x, out):
     for i in range(len(x)):
         out[i] = exp_float32(x[i])
+
+
+@njit
+def exp_of_negatives(x, out):
+    for i in range(len(x)):
+        out[i] = exp_of_negative(x[i])
 
 
 @njit
@@ -64,6 +78,18 @@ def test_prefetch_reads_nothing_and_may_lie_outside(dtype):
     ask(x)
     assert (x == before).all()
     assert any(name in next(iter(ask.inspect_asm().values())) for name in ("prefetcht1", "prfm"))
+
+
+def test_exp_of_negative_is_the_other_exp_until_nothing_is_left():
+    x = np.linspace(-86, 0, 300_001).astype(np.float32)
+    got, want = np.empty((2, len(x)), np.float32)
+    exp_of_negatives(x, got)
+    exp_all(x, want)
+    assert (got == want).all() and got[-1] == 1
+    ends = np.float32([-np.inf, -1e30, -86.1])
+    got = np.empty_like(ends)
+    exp_of_negatives(ends, got)
+    assert ((got >= 0) & (got < 5e-38)).all()
 
 
 def test_exp_is_accurate_and_right_at_the_ends():
