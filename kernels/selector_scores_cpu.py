@@ -13,7 +13,7 @@ from fathom.kernels.numba_cpu import LOOPS, exp_float32, exp_of_negative, log_fl
 
 BLOCK = 1024
 
-PAIRS_AT_ONCE = 8
+PAIRS_AT_ONCE = 16
 """Requests times KV heads that are worked on together at least: few, so that what the first parallel part writes is
 still in a cache when the second reads it."""
 
