@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from numba import get_num_threads, njit, prange
 
 from fathom.kernels.numba_cpu import match_torch_threads
@@ -24,10 +25,20 @@ def _work(shares, late, times, by):
             by[task] = thread + (x < 0)
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """However many a test before in this process has left."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    match_torch_threads()
+    yield
+    torch.set_num_threads(before)
+    match_torch_threads()
+
+
 @pytest.mark.parametrize("shares", [[0, 60, 120], [0, 0, 120], [0, 120, 120], [0, 1, 2], [0, 0, 0], [0, 7]])
 @pytest.mark.parametrize("late", [0, 1])
 def test_each_task_is_done_once(shares, late):
-    match_torch_threads()
     cuts = np.array(shares)
     times, by = np.zeros((2, cuts[-1]), np.int64)
     for _ in range(20):
@@ -37,9 +48,8 @@ def test_each_task_is_done_once(shares, late):
 
 
 def test_a_thread_that_is_done_takes_what_a_slow_one_has_left():
-    match_torch_threads()
     if get_num_threads() < 2:
-        pytest.skip("needs two threads")
+        pytest.skip("needs two cores")
     cuts = np.array([0, 60, 120])
     times, by = np.zeros((2, 120), np.int64)
     for late in (0, 1):
