@@ -240,7 +240,10 @@ class KvMemory:
         return step.virtual[: max(pages_of(min(step.end, prompt), size) - pages_of(step.begin, size), 0)]
 
     def _private(self, step: Growth) -> Private:
-        owner, row = self.owners[step.row], step.row
+        row = step.row
+        if row not in self.owners:
+            return []
+        owner = self.owners[row]
         pending = self.retained.lengths(row) if row in self.retained else {}
         found = []
         for span, length in self.tables.lengths(row).items():

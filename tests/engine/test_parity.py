@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from waiting import held, wait_until
 
 NEW_TOKENS = 6
 TOLERANCE = 1e-3
@@ -115,13 +116,39 @@ def test_chunks_of_256_with_retractions(retracting_server, reference):
     check_server(retracting_server, reference)
 
 
-def test_stock_sglang_gives_the_same(start_server, tiny_model, reference, base_flags):
-    server = start_server(tiny_model, *base_flags, stock=True)
+@pytest.fixture(scope="module")
+def stock(start_server, tiny_model, base_flags):
+    return start_server(tiny_model, *base_flags, stock=True)
+
+
+def test_stock_sglang_gives_the_same(stock, reference):
     prompts, want = reference
     for begin in range(0, len(prompts), 8):
-        got = generate(server, prompts[begin : begin + 8])
+        got = generate(stock, prompts[begin : begin + 8])
         assert_same(got, want[begin : begin + 8])
-    server.stop()
+
+
+def beams(server, prompt: list[int], width: int) -> list[list[int]]:
+    """The tokens of each beam, the best one first."""
+    sampling = {"max_new_tokens": 20, "ignore_eos": True, "beam_width": width, "n": width}
+    response = server.client.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+    assert response.status_code == 200, response.text
+    found = [beam["output_ids"] for beam in response.json()["meta_info"]["beam_results"]]
+    assert len(set(map(tuple, found))) == width
+    return found
+
+
+def test_beams_are_stock_sglangs(server, stock, reference):
+    """Beside requests whose KV ends at a layer, and with nothing left behind."""
+    prompts, _ = reference
+    cases = [(prompts[i], width) for i, width in ((4, 2), (12, 5), (20, 3), (47, 4))]
+    policy = {"input_ids": prompts[30], "fathom": {"depth_cutoff": 2}, "sampling_params": {"max_new_tokens": 40}}
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        others = [pool.submit(server.client.post, "/generate", json=policy) for _ in range(4)]
+        got = [beams(server, *case) for case in cases]
+        assert all(other.result().status_code == 200 for other in others)
+    assert got == [beams(stock, *case) for case in cases]
+    wait_until(lambda: held(server) == 0)
 
 
 def test_mixed_arrivals_give_the_same(server, reference):
