@@ -52,7 +52,7 @@ class HiddenBuffer:
             hidden, residual: [tokens, hidden_size]; the next layer takes their sum.
 
         Raises:
-            RuntimeError: when there is no room; admission lets in one prompt at a time, and none that is longer.
+            RuntimeError: when there is no room; admission (``DepthPrefillAdder``) lets in no more than fits.
         """
         count = len(positions)
         if count > self._count:

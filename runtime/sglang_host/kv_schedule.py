@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from sglang.srt.managers import schedule_batch, utils
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import allocation
 
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.requests import prompt_tokens
+from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
 
 _alloc_for_extend = allocation.alloc_for_extend
 _alloc_for_decode = allocation.alloc_for_decode
@@ -142,6 +143,7 @@ class DepthPrefillAdder(PrefillAdder):
     _saved = 0
     _share = 1.0
     _judged: Req | None = None
+    _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
     @property
     def rem_total_tokens(self) -> float:
@@ -152,15 +154,33 @@ class DepthPrefillAdder(PrefillAdder):
         return super().cur_rem_tokens / self._share + self._saved
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> Any:
-        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req, *args, **kwargs)
+        return self._add(req, super().add_one_req, *args, **kwargs)
 
     def add_one_req_ignore_eos(self, req: Req) -> Any:
-        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req_ignore_eos)
+        return self._add(req, super().add_one_req_ignore_eos)
+
+    def _add(self, req: Req, add: Any, *args: Any, **kwargs: Any) -> Any:
+        states = self._waiting_states(req)
+        if states and self._states and self._states + states > LAYOUT.propagation_buffer:
+            return AddReqResult.OTHER
+        self._states += states
+        return self._judge(req, len(req.full_untruncated_fill_ids), add, *args, **kwargs)
+
+    def _waiting_states(self, req: Req) -> int:
+        """The most tokens of a new request whose hidden states may wait: none of a prompt that is computed at once.
+
+        What a draft has chosen is computed in chunks, too, in the step in which the prompt ends.
+        """
+        if self.token_to_kv_pool_allocator.plan_of(req).propagation is None:
+            return 0
+        chunk, new = self.rem_chunk_tokens, len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        return prompt_tokens(req) if is_judged(req) or (chunk is not None and new > chunk) else 0
 
     def add_chunked_req(self, req: Req) -> Any:
         plan = self.token_to_kv_pool_allocator.plan_of(req)
         # A chunk may be as long as what is left holds at this request's depth.
         self._share = max(plan.shared_spans, 1) / plan.spans
+        self._states += 0 if plan.propagation is None else prompt_tokens(req)
         try:
             return self._judge(req, len(req.prefix_indices), super().add_chunked_req)
         finally:

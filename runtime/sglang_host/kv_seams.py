@@ -170,7 +170,14 @@ KV_SEAMS: tuple[Seam, ...] = (
         "read",
         "compares a request's tokens with rem_total_tokens",
         "req total_tokens host_hit_length swa_host_hit_length truncation_align_size",
-        reads_attributes("rem_total_tokens"),
+        reads_attributes("rem_total_tokens rem_chunk_tokens"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_policy:AddReqResult",
+        "read",
+        "a prompt whose hidden states do not fit yet waits for the next batch",
+        check=lambda result: hasattr(result, "OTHER"),
     ),
     relies_on(
         SCHEDULER,

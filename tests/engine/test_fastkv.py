@@ -217,11 +217,21 @@ def test_chunks_pages_a_draft_and_aborts(start_server, tiny_model, draft_model, 
     assert 640 <= peak <= 800
     answers = check_matrix(server, oracle, PAGE, DRAFTED)
     assert sum(answer["meta_info"]["fathom"]["accepted_tokens"] for answer in answers) > 10
+    check_judged_together(server, oracle)
     check_long_answers(server, oracle)
     check_too_long(server, oracle)
     check_storm(server, oracle)
     settle(server)
     assert server.stop() == 0
+
+
+def check_judged_together(server, oracle):
+    """Prompts that the draft has read before, so that many of them end in one chunk: together they have more hidden
+    states that wait for FastKV's selection than the buffer holds."""
+    prompt, policy = prompts(1)[-1], DRAFTED[1]
+    for answer in ask(server, [prompt] * 4, policy):
+        check(oracle, prompt, policy, answer, PAGE)
+        assert answer["meta_info"]["cached_tokens"] > 640
 
 
 def check_long_answers(server, oracle):
