@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgspec
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -58,6 +59,7 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     _check_range("priority", obj.priority, *INT32)
     _check_range("max_thinking_tokens", obj.max_thinking_tokens, 0, INT32[1])
     _check_labels(obj.custom_labels, labels)
+    _check_host(obj.bootstrap_host)
 
 
 def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
@@ -148,6 +150,14 @@ def _check_labels(given: dict[str, str] | None, legal: Collection[str]) -> None:
                 f"must be among {', '.join(sorted(legal))}" if legal else "are not configured on this server"
             )
             raise ValueError(f"custom_labels {known}, got {name[:40]!r}")
+
+
+def _check_host(given: str | list[str | None] | None) -> None:
+    """SGLang ignores prefill servers where there are none, save one name that keeps a prompt's KV to itself."""
+    if FAKE_BOOTSTRAP_HOST in (given if isinstance(given, list) else [given]):
+        raise ValueError(
+            f"bootstrap_host must not be {FAKE_BOOTSTRAP_HOST!r}, a prefill server that is not there"
+        )
 
 
 def _check_ids(name: str, ids: Any, vocabulary: int) -> None:

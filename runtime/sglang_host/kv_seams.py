@@ -209,6 +209,21 @@ KV_SEAMS: tuple[Seam, ...] = (
         "",
         reads_attributes("max_context_len forward_stream random_seed"),
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.stash_chunked_request",
+        "override",
+        "a prompt in chunks gets on although beams keep it out of the prefix cache",
+        "req",
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.common:maybe_cache_unfinished_req",
+        "read",
+        "returns before the cache could note how far such a prompt is",
+        "req tree_cache kwargs",
+        reads_attributes("cache_unfinished_req"),
+    ),
     # --- the idle check ---
     relies_on(
         SCHEDULER,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import sglang
+import torch
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -69,6 +70,13 @@ class FathomScheduler(Scheduler):
         if self.engine_metrics is not None:  # first: SGLang's may sleep until the next request
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
         super().on_idle()
+
+    def stash_chunked_request(self, req: Req) -> None:
+        super().stash_chunked_request(req)
+        if req.skip_radix_cache_insert:
+            # SGLang returns before it notes how far the prompt got, and computes its first chunk for ever.
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+            req.prefix_indices = row[: len(req.get_fill_ids())].to(dtype=torch.int64, copy=True)
 
     def init_invariant_checker(self) -> None:
         super().init_invariant_checker()

@@ -142,12 +142,26 @@ def test_beams_are_stock_sglangs(server, stock, reference):
     """Beside requests whose KV ends at a layer, and with nothing left behind."""
     prompts, _ = reference
     cases = [(prompts[i], width) for i, width in ((4, 2), (12, 5), (20, 3), (47, 4))]
-    policy = {"input_ids": prompts[30], "fathom": {"depth_cutoff": 2}, "sampling_params": {"max_new_tokens": 40}}
+    policy = {
+        "input_ids": prompts[30],
+        "fathom": {"depth_cutoff": 2},
+        "sampling_params": {"max_new_tokens": 40},
+    }
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         others = [pool.submit(server.client.post, "/generate", json=policy) for _ in range(4)]
         got = [beams(server, *case) for case in cases]
         assert all(other.result().status_code == 200 for other in others)
     assert got == [beams(stock, *case) for case in cases]
+    wait_until(lambda: held(server) == 0)
+
+
+def test_beams_of_prompts_in_chunks(start_server, stock, tiny_model, reference, base_flags):
+    """As stock SGLang has them of whole prompts: of one in chunks it computes the first for ever."""
+    prompts = [prompt for prompt in reference[0] if len(prompt) in (64, 65, 200, 1500)]
+    assert len(prompts) == 4
+    server = start_server(tiny_model, *base_flags, "--chunked-prefill-size", "64")
+    for prompt in prompts:
+        assert beams(server, prompt, 3) == beams(stock, prompt, 3)
     wait_until(lambda: held(server) == 0)
 
 

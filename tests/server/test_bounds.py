@@ -68,6 +68,7 @@ def test_sampling_parameters(params, message):
         ("token_ids_logprob", [[1]]),
         ("rid", ["a"]),
         ("bootstrap_room", 2**70),
+        ("bootstrap_host", "2.2.2.2"),
     ],
 )
 def test_fields_of_the_request(field, value):
@@ -95,10 +96,14 @@ def test_several_prompts_may_have_a_value_each():
         token_ids_logprob=[[1], [2]],
         return_hidden_states=["last", False],
         custom_logit_processor=[None, "x"],
+        bootstrap_host=["a", None],
     )
     bounds.check(request, VOCABULARY)
     request.return_hidden_states = ["last", "first"]
     with pytest.raises(ValueError, match="return_hidden_states: Invalid enum value 'first'"):
+        bounds.check(request, VOCABULARY)
+    request.return_hidden_states, request.bootstrap_host = False, ["a", "2.2.2.2"]
+    with pytest.raises(ValueError, match="bootstrap_host must not be"):
         bounds.check(request, VOCABULARY)
 
 
