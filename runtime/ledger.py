@@ -82,6 +82,41 @@ class Held:
     dense: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one step is for one request, if the request still stands when the step's result is there.
+
+    Attributes:
+        prompt_tokens: that it computed; None where it computed one generated token.
+        outcome: of a request that decodes slow and fast.
+        timed: whether every request of the step decoded.
+    """
+
+    request: Any
+    account: Account
+    held: Held
+    prompt_tokens: int | None = None
+    outcome: Outcome | None = None
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class Launched:
+    """One engine step whose result is not there yet.
+
+    The next one may be launched before it is (overlap scheduling); a request that turns out to have ended is in
+    that one too, and what was computed for it then counts for nothing.
+
+    Attributes:
+        began: time.perf_counter() in seconds.
+        draft_seconds: what the draft took of a step with prompt tokens; None for any other step.
+    """
+
+    began: float
+    draft_seconds: float | None
+    parts: list[Part] = field(default_factory=list)
+
+
 class RequestLedger:
     """Accounts of the requests that are alive in this engine process.
 
@@ -107,10 +142,12 @@ class RequestLedger:
         }
         self.holding: dict[int, Held] = {}
         self._accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
+        self._settled_at = 0.0
 
     def __len__(self) -> int:
-        """Accounts still to be reported."""
-        return sum(not account.reported for account in self._accounts.values())
+        """Accounts still to be reported; one whose request was aborted before its first token never is."""
+        open_accounts = (request for request, account in self._accounts.items() if not account.reported)
+        return sum(not request.finished() for request in open_accounts)
 
     def open(self, request: Any, policy: dict[str, Any]) -> Account:
         """The request's account, opened at first sight."""
@@ -120,33 +157,35 @@ class RequestLedger:
             self.totals["requests"] += 1
         return account
 
-    def prefilled(self, account: Account, tokens: int, held: Held) -> None:
-        """One engine step computed ``tokens`` prompt tokens of the request."""
-        account.prefill_tokens += tokens
-        account.prefill_steps += 1
-        account.hold(held)
-        self.totals["prefill_tokens"] += tokens
-        self.totals["prefill_steps"] += 1
+    def settle(self, step: Launched, now: float) -> None:
+        """The result of a step is there, at ``now``.
 
-    def prefill_took(self, draft: float, target: float) -> None:
-        """One engine step with prompt tokens took the two models so many seconds."""
-        self.totals["draft_prefill_seconds"] += draft
-        self.totals["prefill_seconds"] += target
+        Where steps overlap, a step's time begins when the result of the one before it was there.
+        """
+        seconds, self._settled_at = now - max(step.began, self._settled_at), now
+        if step.draft_seconds is not None:
+            self.totals["draft_prefill_seconds"] += step.draft_seconds
+            self.totals["prefill_seconds"] += max(seconds - step.draft_seconds, 0.0)
+        for part in step.parts:
+            account = part.account
+            account.hold(part.held)
+            if part.prompt_tokens is not None:
+                account.prefill_tokens += part.prompt_tokens
+                account.prefill_steps += 1
+                self.totals["prefill_tokens"] += part.prompt_tokens
+                self.totals["prefill_steps"] += 1
+                continue
+            account.decode_steps += 1
+            self.totals["decode_steps"] += 1
+            if part.outcome is not None:
+                self._alternated(account, part.outcome)
+            if part.timed:
+                account.decode_seconds += seconds
+                account.fast_seconds += seconds * (part.outcome is not None and part.outcome.fast)
 
     def let_go(self, row: int) -> None:
         """The engine freed a request row."""
         self.holding.pop(row, None)
-
-    def decoded(self, account: Account, held: Held) -> None:
-        """One engine step computed one generated token of the request."""
-        account.decode_steps += 1
-        account.hold(held)
-        self.totals["decode_steps"] += 1
-
-    def timed(self, account: Account, seconds: float, fast: bool) -> None:
-        """A step in which all requests decoded took so long; it was a fast one for this request or not."""
-        account.decode_seconds += seconds
-        account.fast_seconds += seconds * fast
 
     def scored(self, account: Account, seconds: float) -> None:
         """FastKV has chosen from the request's complete prompt."""
@@ -161,8 +200,8 @@ class RequestLedger:
         self.totals["draft_tokens"] += proposed
         self.totals["accepted_tokens"] += accepted
 
-    def alternated(self, account: Account, outcome: Outcome) -> None:
-        """The decode step just noted was one of a request that decodes slow and fast."""
+    def _alternated(self, account: Account, outcome: Outcome) -> None:
+        """A decode step was one of a request that decodes slow and fast."""
         account.fast_steps += outcome.fast
         account.trigger_refreshes += outcome.cause == "trigger"
         account.timeout_refreshes += outcome.cause == "timeout"

@@ -5,13 +5,16 @@ entry c of segment i. What a decode launch is given (addresses, shapes, numbers)
 alone, so that it could be captured in a CUDA graph and replayed after the buffers were filled again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from fathom.kernels.span_tables import span_tables
+from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.prefix import UNBACKED
-from fathom.runtime.kv.view import SpanView
+from fathom.runtime.kv.view import SpanView, TableView
 from fathom.runtime.staging import staged
 
 DUMMY = 0  # entry of the flat list that names the dummy slot; rows that only fill up a batch read it
@@ -41,31 +44,13 @@ class DeviceView:
     most_prefix: int
 
 
-class _Buffers:
-    """The buffers of one span."""
-
-    def __init__(self, segments: int, entries: int, rows: int, device: torch.device) -> None:
-        # begin, lengths, prefixes, bounds, then the slots: one copy fills them all. Each begins at a multiple of 16
-        # bytes, whatever the sizes, or Triton would compile other kernels for other addresses.
-        self.segments = -(-segments // 4) * 4
-        self.head = 4 * self.segments + 4
-        self.numbers = torch.zeros(self.head + 1 + entries, dtype=torch.int32, device=device)
-        self.write = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    def hold(self, segments: int, entries: int, rows: int) -> bool:
-        return (
-            segments <= self.segments
-            and self.head + 1 + entries <= len(self.numbers)
-            and rows <= len(self.write)
-        )
-
-
 class DeviceTables:
     """Buffers for the views of all spans.
 
     Attributes:
-        grown: how often a step did not fit and the buffers of a span were made anew; a captured launch of that span
-            would have to be captured again.
+        grown: how often a step did not fit and the buffers were made anew; captured launches would have to be
+            captured again.
+        looked_up: how many steps' lists the device has written itself.
     """
 
     def __init__(
@@ -76,9 +61,31 @@ class DeviceTables:
             segments, entries, rows: what a span's buffers hold at first, per step.
         """
         self.device = torch.device(device)
-        self.grown = 0
-        self._buffers = [_Buffers(segments, entries, rows, self.device) for _ in range(spans)]
-        self._filled: list[tuple[SpanView, int, DeviceView] | None] = [None] * spans
+        self.grown = self.looked_up = 0
+        self.spans = spans
+        self._make(segments, entries, rows)
+
+    def _make(self, segments: int, entries: int, rows: int) -> None:
+        # Each list begins at a multiple of 16 bytes, whatever the sizes, or Triton would compile other kernels for
+        # other addresses. Entry 0 is the dummy slot.
+        self._segments, self._entries, self._rows = (-(-size // 4) * 4 for size in (segments, entries, rows))
+        there = {"device": self.device}
+        self._head = torch.zeros(self.spans, 5, self._segments + 4, dtype=torch.int32, **there)
+        self._slots = torch.zeros(self.spans, self._entries + 4, dtype=torch.int32, **there)
+        self._write = torch.zeros(self.spans, self._rows, dtype=torch.int64, **there)
+        self._filled: list[tuple[SpanView, int, DeviceView] | None] = [None] * self.spans
+
+    def _fit(self, segments: int, entries: int, rows: int) -> None:
+        """At least twice as large in what is too small."""
+        has, wants = (self._segments, self._entries, self._rows), (segments, entries, rows)
+        if any(map(int.__lt__, has, wants)):
+            self._make(*(h if w <= h else max(w, 2 * h) for h, w in zip(has, wants, strict=True)))
+            self.grown += 1
+
+    def holds(self, span: int, view: SpanView) -> bool:
+        """Whether the span's buffers hold this view."""
+        held = self._filled[span]
+        return held is not None and held[0] is view
 
     def fill(self, span: int, view: SpanView, padded_to: int = 0) -> DeviceView:
         """Bring a view to the device, unless it is what the span's buffers hold already.
@@ -89,57 +96,80 @@ class DeviceTables:
         """
         held = self._filled[span]
         if held is None or held[0] is not view or held[1] != padded_to:
-            held = self._filled[span] = (view, padded_to, self._fill(span, view, padded_to))
+            there = self._fill(span, view, padded_to)
+            held = self._filled[span] = (view, padded_to, there)
         return held[2]
 
     def _fill(self, span: int, view: SpanView, padded_to: int) -> DeviceView:
         given, entries, rows = len(view.query) - 1, len(view.slots), len(view.write)
         padding = max(padded_to - given, 0)
         segments, rows = given + padding, rows + padding
-        buffers = self._buffers[span]
-        if not buffers.hold(segments, entries, rows):
-            buffers = self._buffers[span] = self._larger(buffers, segments, entries, rows)
-            self.grown += 1
-        width, head = buffers.segments, buffers.head
-        staging = staged(head + 1 + entries, torch.int32, self.device)
+        self._fit(segments, entries, rows)
+        staging = staged((5, segments + 1), torch.int32, self.device)
         numbers = staging.numpy()
-        numbers[:head] = 0
-        begin, lengths, prefixes = (numbers[i * width : i * width + segments] for i in range(3))
-        bounds = numbers[3 * width : 3 * width + segments + 1]
-        new = np.diff(view.query)
-        begin[:given] = view.entry[:-1] + DUMMY + 1
-        lengths[:given] = np.diff(view.entry)
-        prefixes[:given] = lengths[:given] - new
-        bounds[: given + 1] = view.query
-        begin[given:], lengths[given:], prefixes[given:] = DUMMY, 1, 0
-        bounds[given + 1 :] = view.query[-1] + np.arange(1, padding + 1)
-        numbers[head] = UNBACKED
-        numbers[head + 1 :] = view.slots
-        buffers.numbers[: len(numbers)].copy_(staging, non_blocking=True)
+        self._describe(numbers, view)
+        numbers[:3, given:segments] = [[DUMMY], [1], [0]]
+        numbers[4, given + 1 :] = view.query[-1] + np.arange(1, padding + 1)
+        self._head[span, :, : segments + 1].copy_(staging, non_blocking=True)
+        staging = staged(entries, torch.int32, self.device)
+        staging.numpy()[:] = view.slots
+        self._slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)
         staging = staged(rows, torch.int64, self.device)
         staging[: len(view.write)] = torch.from_numpy(view.write)
         staging[len(view.write) :] = UNBACKED
-        buffers.write[:rows].copy_(staging, non_blocking=True)
+        self._write[span, :rows].copy_(staging, non_blocking=True)
+        return self._view(span, view, padding)
+
+    @staticmethod
+    def _describe(numbers: np.ndarray, view: SpanView) -> None:
+        """The numbers of each segment, as ``_head`` has them of a span: [5, at least segments + 1] int32."""
+        given = len(view.query) - 1
+        numbers[:] = 0
+        numbers[0, :given] = view.entry[:-1] + DUMMY + 1
+        numbers[1, :given] = lengths = np.diff(view.entry)
+        numbers[2, :given] = lengths - np.diff(view.query)
+        numbers[4, : given + 1] = view.query
+
+    def _view(self, span: int, view: SpanView, padding: int = 0) -> DeviceView:
+        segments, new = len(view.query) - 1 + padding, np.diff(view.query)
+        begin, lengths, prefixes, _, bounds = self._head[span]
         return DeviceView(
-            buffers.numbers[head:].unsqueeze(1),
-            buffers.numbers[:segments],
-            buffers.numbers[width : width + segments],
-            buffers.numbers[2 * width : 2 * width + segments],
-            buffers.numbers[3 * width : 3 * width + segments + 1],
-            buffers.write[:rows],
+            self._slots[span].unsqueeze(1),
+            begin[:segments],
+            lengths[:segments],
+            prefixes[:segments],
+            bounds[: segments + 1],
+            self._write[span, : int(view.query[-1]) + padding],
             int(new.max(initial=min(padding, 1))),
-            int(prefixes.max(initial=0)),
+            int((np.diff(view.entry) - new).max(initial=0)),
         )
 
-    def _larger(self, old: _Buffers, segments: int, entries: int, rows: int) -> _Buffers:
-        """At least twice as large in what was too small."""
+    def look_up(self, views: Sequence[TableView], mirror: PageMirror, request_table: torch.Tensor) -> None:
+        """Let the device write the lists of a step's first spans from the tables that it has.
 
-        def grow(has: int, wants: int) -> int:
-            return has if wants <= has else max(wants, 2 * has)
-
-        return _Buffers(
-            grow(old.segments, segments),
-            grow(len(old.numbers) - old.head - 1, entries),
-            grow(len(old.write), rows),
-            self.device,
+        Args:
+            views: of the spans ``0 .. len(views) - 1``; mirror: which has the tables of their requests.
+            request_table: [rows, positions] int32 virtual slots, on the device.
+        """
+        requests, rows = len(views[0].query) - 1, int(views[0].query[-1])
+        self._fit(requests, max(int(view.entry[-1]) for view in views), rows)
+        staging = staged((len(views), 5, requests + 1), torch.int32, self.device)
+        for numbers, view in zip(staging.numpy(), views, strict=True):
+            self._describe(numbers, view)
+            numbers[3, :requests] = view.sources
+        self._head[: len(views), :, : requests + 1].copy_(staging, non_blocking=True)
+        span_tables(
+            self._head[: len(views)],
+            self._slots,
+            self._write,
+            requests,
+            max(int(np.diff(view.entry).max()) for view in views),
+            request_table,
+            mirror.backing,
+            mirror.directory,
+            mirror.blocks,
+            views[0].memory.page_size,
         )
+        for span, view in enumerate(views):
+            self._filled[span] = (view, 0, self._view(span, view))
+        self.looked_up += 1

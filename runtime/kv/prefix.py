@@ -18,7 +18,11 @@ class SharedPages:
 
     Attributes:
         backing: [spans, virtual pages + 1] int32 physical page, or UNBACKED.
+        backed_since: virtual pages that were backed since they were last sent to a device (``mirror.py``), if there
+            is one. What backs no page any more is not sent: nobody looks there.
     """
+
+    backed_since: list[np.ndarray] | None = None
 
     def __init__(self, pool: PagePool, spans: int, virtual_pages: int) -> None:
         self.pool = pool
@@ -46,6 +50,8 @@ class SharedPages:
             raise OutOfPages(f"{needed}, {self.pool.free} of {self.pool.total} free")
         for span in range(spans):
             self.backing[span, virtual] = self.pool.take(len(virtual), span)
+        if self.backed_since is not None:
+            self.backed_since.append(virtual)
 
     def release(self, virtual: np.ndarray) -> int:
         """Give back whatever backs these virtual pages; the number of physical pages that were let go."""

@@ -21,6 +21,7 @@ class Table:
 
     Attributes:
         length: entries in use.
+        mirrored: the first pages, so many of them, are on the device too (``mirror.py``).
     """
 
     def __init__(self, pages: np.ndarray | None = None, length: int = 0) -> None:
@@ -36,6 +37,7 @@ class Table:
     def pages(self, pages: np.ndarray) -> None:
         self._room, self._count = pages, len(pages)
         self._slots: np.ndarray | None = None
+        self.mirrored = 0
 
     def add(self, fresh: np.ndarray) -> None:
         """More pages, behind those that there are."""
@@ -47,6 +49,12 @@ class Table:
             self._room = grown
         self._room[first : self._count] = fresh
         self._slots = None
+
+    def cut(self, keep: int) -> None:
+        """Drop all but the first ``keep`` pages."""
+        mirrored = min(self.mirrored, keep)
+        self.pages = self.pages[:keep].copy()
+        self.mirrored = mirrored
 
     def slots(self, page_size: int) -> np.ndarray:
         """[length] int32; worked out when there are other pages than the last time."""
@@ -97,6 +105,10 @@ class Tables:
     def first_private(self, row: int) -> int:
         """The first private span of a row; ``spans`` where there is none, as for a row that was never opened."""
         return self._first.get(row, self.spans)
+
+    def of(self, row: int) -> dict[int, Table]:
+        """The tables of a row by span; none for one that is not open."""
+        return self._rows.get(row, {})
 
     def length(self, row: int, span: int) -> int:
         """Entries of a table."""
@@ -159,7 +171,7 @@ class Tables:
         keep = pages_of(length, self.pool.page_size)
         if keep < len(table.pages):
             self.pool.give_back(table.pages[keep:])
-            table.pages = table.pages[:keep].copy()
+            table.cut(keep)
         table.length = length
 
     def replace(self, row: int, span: int, count: int) -> np.ndarray:

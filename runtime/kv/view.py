@@ -99,6 +99,68 @@ class SpanView:
         return self.slots[run] if "slots" in self.__dict__ else self.look_up(run)
 
 
+class TableView(SpanView):
+    """Each request is one segment: its private table of the span, or what the shared map says.
+
+    Slots are looked up when they are asked for; a device that mirrors the tables never asks.
+    """
+
+    def __init__(self, memory: KvMemory, batch: Batch, span: int, all_shared: bool) -> None:
+        """
+        Args:
+            all_shared: whether no request has a private table of this span.
+        """
+        self.memory, self.batch, self.span = memory, batch, span
+        self.query, self.cache = batch.query, {}
+        self.private: list[bool] | None = None
+        if all_shared:
+            self.entry, self.look_up = batch.entry, self._shared_part
+            return
+        rows, tables = batch.rows.tolist(), memory.tables
+        self.private = [tables.first_private(row) <= span for row in rows]
+        counts = [
+            tables.length(row, span) if private else length
+            for row, private, length in zip(rows, self.private, batch.lengths.tolist(), strict=True)
+        ]
+        self.entry = np.concatenate([[0], np.cumsum(counts)])
+        self.look_up = lambda run: self._all[run]
+
+    @property
+    def sources(self) -> np.ndarray:
+        """[requests] row of each request, or -1 - row where its private table is read."""
+        rows = self.batch.rows
+        return rows if self.private is None else np.where(self.private, -1 - rows, rows)
+
+    @cached_property
+    def write(self) -> np.ndarray:  # type: ignore[override]
+        if self.private is None:
+            return self.memory.shared.slots(self.span, self.batch.written).astype(np.int64)
+        new, query = self.batch.new, self.query
+        last = np.repeat(self.entry[1:] - query[1:], new) + np.arange(query[-1])
+        return self._all[last].astype(np.int64)
+
+    @cached_property
+    def _all(self) -> np.ndarray:
+        """[entries] int32 physical slots."""
+        memory, batch = self.memory, self.batch
+        return np.concatenate(
+            [
+                memory.tables.slots(row, self.span) if private else memory.shared.run(self.span, own)
+                for row, private, own in zip(
+                    batch.rows.tolist(), self.private or [False] * len(batch.rows), batch.slots, strict=True
+                )
+            ]
+        )
+
+    def _shared_part(self, run: slice) -> np.ndarray:
+        if run == slice(None):
+            return self._all
+        batch = self.batch
+        request = int(np.searchsorted(batch.entry[1:-1], run.start, "right"))
+        first = int(batch.entry[request])
+        return self.memory.shared.slots(self.span, batch.slots[request][run.start - first : run.stop - first])
+
+
 class Views(dict[int, SpanView]):
     """The view of each span in one engine step, made when it is first asked for."""
 
@@ -111,35 +173,12 @@ class Views(dict[int, SpanView]):
         self._plain = whole and len(rows) > 0 and bool(batch.new.all())
 
     def __missing__(self, span: int) -> SpanView:
-        make = _shared if span < self._shared_spans else _plain if self._plain else _mixed
-        found = self[span] = make(self.memory, self.batch, span)
+        if span < self._shared_spans or self._plain:
+            found: SpanView = TableView(self.memory, self.batch, span, span < self._shared_spans)
+        else:
+            found = _mixed(self.memory, self.batch, span)
+        self[span] = found
         return found
-
-
-def _shared(memory: KvMemory, batch: Batch, span: int) -> SpanView:
-    def look_up(run: slice) -> np.ndarray:
-        if run == slice(None):
-            return np.concatenate([memory.shared.run(span, own) for own in batch.slots])
-        request = int(np.searchsorted(batch.entry[1:-1], run.start, "right"))
-        first = int(batch.entry[request])
-        return memory.shared.slots(span, batch.slots[request][run.start - first : run.stop - first])
-
-    write = memory.shared.slots(span, batch.written)
-    return SpanView(look_up, batch.entry, batch.query, write.astype(np.int64))
-
-
-def _plain(memory: KvMemory, batch: Batch, span: int) -> SpanView:
-    """Where each request is one segment: its table of this span, or what the shared map says."""
-    slots = [
-        memory.tables.slots(row, span)
-        if memory.tables.first_private(row) <= span
-        else memory.shared.run(span, own)
-        for row, own in zip(batch.rows.tolist(), batch.slots, strict=True)
-    ]
-    entry = np.concatenate([[0], np.cumsum([len(own) for own in slots])])
-    found = np.concatenate(slots)
-    last = np.repeat(entry[1:] - batch.query[1:], batch.new) + np.arange(batch.query[-1])
-    return SpanView(found.__getitem__, entry, batch.query, found[last].astype(np.int64))
 
 
 def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:

@@ -69,12 +69,6 @@ GPU_RULES = (
         "no other backend reads depth pages",
     ),
     GpuRule(
-        ("--disable-overlap-schedule",),
-        lambda args: args.disable_overlap_schedule,
-        "--disable-overlap-schedule",
-        "page tables are worked out on the host from the tokens that the step before has put out",
-    ),
-    GpuRule(
         ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
         _graphs_are_off,
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",

@@ -1,7 +1,7 @@
 """What Fathom keeps on a GPU beside the target's KV, told to SGLang before it gives that all the memory there is.
 
 On a CPU memory that nobody has written to is not taken; on a GPU it is, so the compact buffers and the evidence of
-slow-fast decoding, FastKV's waiting hidden states and the draft's KV have to be counted.
+slow-fast decoding, FastKV's waiting hidden states, page tables and the draft's KV have to be counted.
 """
 
 from dataclasses import dataclass
@@ -53,11 +53,14 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     waiting = 2 * LAYOUT.propagation_buffer * config.hidden_size * config.dtype.itemsize
     fixed = shape.buffer_bytes(SETTINGS.options) + shape.evidence_bytes(SETTINGS.options, RING_SLOTS)
     fixed += 0 if LAYOUT.tsp_layer is None else waiting
+    # There are as many virtual slots per token as spans. With pages of one token each has an entry per span in the
+    # shared map and in the lists of a step, and one in a private table; the draft has a slot for each.
+    spans = layers // span
+    tables = 4 * spans * (2 * spans + 1)
     if draft is None:
-        return Reserve(fixed, 0)
-    # The draft has a slot for each virtual one, of which there are as many per token as spans.
+        return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)
-    return Reserve(fixed + SCRATCH_SLOTS * slot, layers // span * slot)
+    return Reserve(fixed + SCRATCH_SLOTS * slot, tables + spans * slot)
 
 
 def install(reserve: Reserve) -> None:

@@ -92,6 +92,61 @@ GPU_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler.event_loop_overlap",
+        "read",
+        "with overlap a launched step waits in result_queue, and is processed once, in order",
+        "",
+        lambda f: (
+            {"result_queue", "get_next_batch_to_run", "is_disable_overlap_for_batch", "_apply_war_barrier"}
+            <= set(inspect.unwrap(f).__code__.co_names)
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.get_next_batch_to_run",
+        "override",
+        "the last result is processed first where the next batch follows from it",
+        "running_batch last_batch",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.run_batch",
+        "override",
+        "counts the steps that are launched before the last result is processed",
+        "batch pp_proxy_tensors",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.is_disable_overlap_for_batch",
+        "override",
+        "a grammar knows all tokens before a step that judges proposals",
+        "batch last_batch",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler._apply_war_barrier",
+        "read",
+        "later writes to the request table wait for the event that a step's last look at it leaves",
+        "",
+        reads_attributes("shared_read_done_event last_shared_read_runner"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.tp_worker:TpModelWorker.forward_batch_generation",
+        "read",
+        "samples at once where overlap is off for a step that judges proposals",
+        None,
+        reads_attributes("enable_overlap"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.utils:GenerationBatchResult",
+        "read",
+        "a step's result says when it has arrived, and takes the step's account along",
+        check=lambda c: "copy_done" in c.__dataclass_fields__ and not hasattr(c, "__slots__"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.pool_configurator:DefaultPoolConfigurator._compute_cell_size",
         "replace",
         "the draft's KV counts in the bytes of a token",

@@ -57,6 +57,11 @@ def alternates(request: Req) -> bool:
     return policy_of(request).get("decode", "full") == "slow_fast"
 
 
+def decides_its_next_step(request: Req) -> bool:
+    """Whether the host has to know the request's last tokens to compose its next step."""
+    return uses_draft(request) or alternates(request) or request.beam_group is not None
+
+
 def ends_of(request: Req) -> frozenset[int]:
     """Token ids that end the request's answer."""
     if request.sampling_params.ignore_eos:

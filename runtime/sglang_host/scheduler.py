@@ -15,13 +15,14 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import DRAFTED, without_draft
+from fathom.runtime.ledger import Launched
 from fathom.runtime.sglang_host import bursts, kv_schedule, seams
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
-from fathom.runtime.sglang_host.requests import separate_cache_key
+from fathom.runtime.sglang_host.requests import decides_its_next_step, separate_cache_key, uses_draft
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -36,6 +37,8 @@ class FathomScheduler(Scheduler):
 
     batch_result_processor: SchedulerBatchResultProcessor
     engine_metrics: EngineMetrics | None = None
+    overlapped_steps = 0  # launched before the result of the step before was processed
+    _taken: Any = None  # a result that was processed before its turn
 
     def init_tp_model_worker(self) -> None:
         self.tp_worker = FathomWorker(
@@ -61,7 +64,42 @@ class FathomScheduler(Scheduler):
             spans = pool.spans if isinstance(pool, DepthKvPool) else 1
             self.engine_metrics = EngineMetrics(span_names(pool.start_layer, pool.layer_num, spans))
 
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        self._take_early()
+        return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def _take_early(self) -> None:
+        """Where steps overlap: process the last result before the next batch is composed, if that follows from it.
+
+        Usually a step is launched while the one before it runs. But the tokens of a request that drafts or decodes
+        slow and fast decide, on the host, what its next step does.
+        """
+        if self.enable_overlap and self.result_queue:
+            batch, result = self.result_queue[-1]
+            if any(map(decides_its_next_step, batch.reqs)):
+                self.process_batch_result(batch, result)
+                self._taken = result
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.enable_overlap and self.result_queue:
+            self.overlapped_steps += self.result_queue[-1][1] is not self._taken
+        return super().run_batch(batch, *args, **kwargs)
+
+    def is_disable_overlap_for_batch(self, batch: Any, last_batch: Any) -> bool:
+        if super().is_disable_overlap_for_batch(batch, last_batch):
+            return True
+        # Proposals are judged in the step itself, by masks of grammars that have to know all tokens.
+        grammars = batch is not None and batch.has_grammar and any(map(uses_draft, batch.reqs))
+        return grammars and len(self.result_queue) > 0
+
     def process_batch_result(self, batch: Any, result: Any) -> None:
+        if result is self._taken:
+            self._taken = None
+            return
+        if (copied := getattr(result, "copy_done", None)) is not None:
+            copied.synchronize()
+        if isinstance(launched := getattr(result, "launched", None), Launched):
+            self.tp_worker.settle_accounts(launched)
         super().process_batch_result(batch, result)
         if self.engine_metrics is not None and self.engine_metrics.due:
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
@@ -115,6 +153,8 @@ class FathomScheduler(Scheduler):
             "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
             "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
             "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
+            "overlapped_steps": self.overlapped_steps,
+            "looked_up_steps": getattr(runner.attn_backend, "looked_up_steps", 0),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
             "sglang": sglang.__version__,

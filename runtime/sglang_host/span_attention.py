@@ -1,7 +1,8 @@
 """What Fathom's attention backends share: the views of a step, where its keys go, taps, and rows that alternate."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,19 +25,35 @@ Tap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 pool's keys and values [slots, kv_heads, head_dim] with the new tokens' in them, and the scale of the products."""
 
 
-def virtual_slots(table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+def virtual_slots(table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> Sequence[np.ndarray]:
     """[tokens] virtual slots of each request; parts of the table where it is on the host.
 
     Args:
         table: SGLang's request table [rows, positions], on any device.
     """
     if table.device.type == "cpu":
-        host, found = table.numpy(), rows
-    else:
-        longest = int(lengths.max(initial=0))
-        host = table[send(rows, table.device, torch.int64), :longest].cpu().numpy()
-        found = np.arange(len(rows))
-    return [host[row, :length] for row, length in zip(found.tolist(), lengths.tolist(), strict=True)]
+        host = table.numpy()
+        return [host[row, :length] for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
+    return _FetchedSlots(table, rows, lengths)
+
+
+class _FetchedSlots(Sequence[np.ndarray]):
+    """Virtual slots of a table on a device; copied from there, which waits for it, when the first is asked for."""
+
+    def __init__(self, table: torch.Tensor, rows: np.ndarray, lengths: np.ndarray) -> None:
+        self._table, self._rows, self._lengths = table, rows, lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, request: Any) -> Any:
+        return self._fetched[request]
+
+    @cached_property
+    def _fetched(self) -> list[np.ndarray]:
+        rows = send(self._rows, self._table.device, torch.int64)
+        host = self._table[rows, : int(self._lengths.max(initial=0))].cpu().numpy()
+        return [row[:length] for row, length in zip(host, self._lengths.tolist(), strict=True)]
 
 
 class SpanAttentionBackend(AttentionBackend):
@@ -54,6 +71,8 @@ class SpanAttentionBackend(AttentionBackend):
     are verified, what every decoding request reads."""
     watched = False
     """Whether somebody looks at what each layer is given."""
+    rows: torch.Tensor | None = None
+    """[requests] of the batch that is running, on the host, where somebody has told."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__()
@@ -106,8 +125,9 @@ class SpanAttentionBackend(AttentionBackend):
     # --- SGLang's interface ---
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        rows = forward_batch.req_pool_indices.cpu().numpy()
-        lengths = forward_batch.seq_lens.cpu().numpy()
+        rows = (forward_batch.req_pool_indices if self.rows is None else self.rows).cpu().numpy()
+        lengths = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+        lengths = lengths.cpu().numpy()
         new = np.ones(len(rows), np.int64)
         if not forward_batch.forward_mode.is_decode_or_idle():
             new = np.array(forward_batch.extend_seq_lens_cpu, np.int64)

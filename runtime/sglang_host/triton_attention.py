@@ -12,7 +12,8 @@ import triton
 from fathom.kernels.paged_decode import paged_decode, pick_splits
 from fathom.kernels.paged_extend import paged_extend
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
-from fathom.runtime.kv.view import SpanView
+from fathom.runtime.kv.mirror import PageMirror
+from fathom.runtime.kv.view import SpanView, TableView
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.staging import send
 
@@ -28,6 +29,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
     """Paged attention in Triton: float32, bfloat16 and float16, any group and head size, chunked prefill."""
 
     name = "Triton"
+    mirror: PageMirror | None = None
+    """Made at the first step that needs it: a draft's never do."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -42,13 +45,41 @@ class TritonAttentionBackend(SpanAttentionBackend):
         # Where prefixes are shared, the tables of a step may name more entries than there are slots.
         spans = getattr(self.kv_pool, "spans", 1)
         self.tables = DeviceTables(spans, rows, max(self.kv_pool.size, self.longest), rows, device)
+        self.runner = model_runner
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
+    @property
+    def looked_up_steps(self) -> int:
+        """Steps whose page tables the device has written itself."""
+        return self.tables.looked_up
+
     def device_view(self, layer_id: int, span_view: SpanView) -> DeviceView:
         """The view in the buffers of the layer's span."""
-        return self.tables.fill(self.span_of(layer_id), span_view)
+        span = self.span_of(layer_id)
+        if isinstance(span_view, TableView) and not self.tables.holds(span, span_view):
+            self._look_up()
+        return self.tables.fill(span, span_view)
+
+    def _look_up(self) -> None:
+        """Have the device write what it can of this step's lists; nothing waits for it, nor it for the host.
+
+        It is the step's only look at SGLang's request table and at the pages behind it: whoever composes the next
+        batch may write there once that is over, which SGLang is told by an event.
+        """
+        views: list[TableView] = []
+        while len(views) < self.tables.spans and isinstance(view := self.views[len(views)], TableView):
+            views.append(view)
+        if self.mirror is None:
+            self.mirror = PageMirror(
+                self.memory, len(self.req_to_token), self.longest, self.req_to_token.device
+            )
+        self.mirror.refresh(self.batch.rows.tolist())
+        self.tables.look_up(views, self.mirror, self.req_to_token)
+        done = torch.get_device_module(self.req_to_token.device).Event()
+        done.record()
+        self.runner.shared_read_done_event = done
 
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
         return self.device_view(layer_id, span_view).write

@@ -1,5 +1,6 @@
 """The tensor-parallel worker that owns the engine step."""
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from sglang.srt.runtime_context import get_schedule, get_spec
 from fathom.runtime import flow
 from fathom.runtime.decode import Outcome, SlowFast
 from fathom.runtime.kv.pages import pages_of
-from fathom.runtime.ledger import Account, Held, KvShape, RequestLedger
+from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
 from fathom.runtime.sglang_host import draft_cache, gpu_memory, kv_schedule, slow_fast
 from fathom.runtime.sglang_host.bursts import with_runs
@@ -48,6 +49,8 @@ class FathomWorker(TpModelWorker):
     draft_side: DraftSide | None = None
     tails: Tails
     proposals: list[Proposal]
+    launched: Launched  # the last step
+    enable_overlap: bool
     _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
     _began: float  # of this step: time.perf_counter() in seconds
     _draft_seconds: float  # of this step: what the draft took of it
@@ -121,7 +124,14 @@ class FathomWorker(TpModelWorker):
     ) -> GenerationBatchResult:
         if batch is None:  # an inner forward of SGLang's own, not a scheduled step
             return super().forward_batch_generation(batch, *args, **kwargs)
-        return flow.step(self, batch, **kwargs)
+        backend = self.model_runner.attn_backend
+        backend.rows = batch.req_pool_indices_cpu
+        try:
+            result = flow.step(self, batch, **kwargs)
+        finally:
+            backend.rows = None
+        result.launched = self.launched
+        return result
 
     # --- flow.StepHost ---
 
@@ -200,9 +210,12 @@ class FathomWorker(TpModelWorker):
         """SGLang's own step, from its input buffers to its sampler, around another forward of the model."""
         model, backend = self.model_runner.model, self.model_runner.attn_backend
         model.forward = forward
+        # Where steps overlap, SGLang's worker puts sampling with a grammar off until the last result is known.
+        overlaps, self.enable_overlap = self.enable_overlap, self.enable_overlap and not self.proposals
         try:
             return super().forward_batch_generation(batch, **options)
         finally:
+            self.enable_overlap = overlaps
             del model.forward
             backend.taps = {}
 
@@ -232,22 +245,25 @@ class FathomWorker(TpModelWorker):
         return KeptForward(self.model_runner, batch, self.allocator, self.draft_side, chunk, self.proposals)
 
     def close_accounts(self, batch: ScheduleBatch, accounts: list[Account]) -> None:
-        extends = batch.extend_lens if batch.forward_mode.is_extend() else [0] * len(accounts)
+        prefill, decode = batch.forward_mode.is_extend(), batch.forward_mode.is_decode()
+        self.launched = launched = Launched(self._began, self._draft_seconds if prefill else None)
+        extends = batch.extend_lens if prefill else [0] * len(accounts)
         decoding = set(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
-        seconds = time.perf_counter() - self._began
-        if batch.forward_mode.is_extend():
-            self.ledger.prefill_took(self._draft_seconds, seconds - self._draft_seconds)
         for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
             held = self.ledger.holding[request.kv.req_pool_idx] = self._held(request)
-            if batch.forward_mode.is_decode() or request in decoding:
-                self.ledger.decoded(account, held)
-                if outcome := self.outcomes.get(request):
-                    self.ledger.alternated(account, outcome)
-                if batch.forward_mode.is_decode():
-                    self.ledger.timed(account, seconds, outcome is not None and outcome.fast)
-            elif batch.forward_mode.is_extend():
-                self.ledger.prefilled(account, tokens, held)
+            if decode or request in decoding:
+                outcome = self.outcomes.get(request)
+                launched.parts.append(Part(request, account, held, outcome=outcome, timed=decode))
+            elif prefill:
+                launched.parts.append(Part(request, account, held, prompt_tokens=tokens))
                 self._note_plan(request, account)
+
+    def settle_accounts(self, launched: Launched) -> None:
+        """Write down a step whose result has arrived, but for requests that had ended before it."""
+        stands = [
+            part for part in launched.parts if not (part.request.finished() or part.request.is_retracted)
+        ]
+        self.ledger.settle(dataclasses.replace(launched, parts=stands), time.perf_counter())
 
     def _note_plan(self, request: Req, account: Account) -> None:
         if not isinstance(self.allocator, DepthAllocator):

@@ -118,10 +118,10 @@ class Stream:
     def __init__(self, *_, **__):
         self.device, self.cuda_stream = torch.device(NAME, 0), 0
 
-    def wait_stream(self, other):
+    def wait_stream(self, *_):
         pass
 
-    wait_event = record_event = synchronize = wait_stream
+    wait_event = record_event = record = synchronize = wait_stream
 
 
 class Module(backend_registration._DummyBackendModule):

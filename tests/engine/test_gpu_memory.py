@@ -47,10 +47,13 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     compact = max(min(16 * run, 1024 * MIB), run)
     evidence = max(256 * MIB, RING_SLOTS * 4 * 32768 * (32 + 8))
     assert alone.fixed == compact + evidence + 2 * 1000 * 4096 * 2
-    assert alone.per_token == 0
+    tables = 4 * (
+        4 * 4 + 4 * 4 + 4
+    )  # virtual slots at each span: the shared map, a step's lists; private tables
+    assert alone.per_token == tables
     drafted = gpu_memory.reserve_of(worker(32), worker(16, head_dim=64))
     slot = 2 * 16 * 8 * 64 * 2
-    assert drafted.per_token == 4 * slot  # a virtual slot per span
+    assert drafted.per_token == tables + 4 * slot  # a virtual slot per span
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
 
 

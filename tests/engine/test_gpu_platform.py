@@ -105,7 +105,7 @@ def built(tiny_model):
 
 def test_what_is_asked_of_sglang(built):
     # The pool of a GPU is measured, not limited to a share of the host's memory.
-    want = ["cuda", "fathom_triton", "pytorch", True, "disabled", "disabled", 16, None]
+    want = ["cuda", "fathom_triton", "pytorch", False, "disabled", "disabled", 16, None]
     assert built["--page-size", "16"] == want
 
 

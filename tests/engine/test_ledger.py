@@ -3,11 +3,24 @@
 import gc
 
 from fathom.runtime.decode import Outcome
-from fathom.runtime.ledger import Held, KvShape, RequestLedger
+from fathom.runtime.ledger import Held, KvShape, Launched, Part, RequestLedger
+
+NOTHING = Held(0, 0)
+
+
+def step(ledger, request, began, end, held=NOTHING, prompt_tokens=None, outcome=None, draft_seconds=None):
+    """Settle a step of one request."""
+    part = Part(request, ledger.open(request, {}), held, prompt_tokens, outcome, prompt_tokens is None)
+    ledger.settle(Launched(began, draft_seconds, [part]), end)
 
 
 class Request:
-    """Stands for the engine's request: any object that can be referred to weakly."""
+    """Stands for the engine's request: an object that can be referred to weakly, and says whether it has ended."""
+
+    ended = False
+
+    def finished(self):
+        return self.ended
 
 
 def test_counters_add_up_and_the_report_closes_the_account():
@@ -15,12 +28,12 @@ def test_counters_add_up_and_the_report_closes_the_account():
     request = Request()
     account = ledger.open(request, {"preset": "exact"})
     assert ledger.open(request, {}) is account
-    ledger.prefilled(account, 30, Held(3000, 3000))
-    ledger.prefilled(account, 12, Held(4200, 4200))
+    step(ledger, request, 0, 1, Held(3000, 3000), prompt_tokens=30, draft_seconds=0.25)
+    step(ledger, request, 1, 2, Held(4200, 4200), prompt_tokens=12, draft_seconds=0.0)
     ledger.first_token(request)
     first = account.first_token_time
     ledger.first_token(request)
-    ledger.decoded(account, Held(3000, 4300))
+    step(ledger, request, 2, 3, Held(3000, 4300))
     assert len(ledger) == 1
     report = ledger.report(request, prompt_tokens=42, cached_tokens=0)
     assert report["policy"] == {"preset": "exact"}
@@ -34,8 +47,8 @@ def test_counters_add_up_and_the_report_closes_the_account():
         "accepted_tokens": 0,
         "fast_steps": 0,
         "scoring_seconds": 0,
-        "prefill_seconds": 0,
-        "draft_prefill_seconds": 0,
+        "prefill_seconds": 1.75,
+        "draft_prefill_seconds": 0.25,
     }
     assert len(ledger) == 0
 
@@ -54,11 +67,9 @@ def test_drafted_tokens_are_counted_with_the_longest_burst():
 def test_fast_steps_and_refreshes_are_counted():
     ledger = RequestLedger(KvShape(4, 100))
     request = Request()
-    account = ledger.open(request, {})
     steps = [(False, "start", 500), (True, None, 500), (False, "timeout", 500), (False, "trigger", 500)]
     for fast, cause, size in [*steps, (False, None, 0)]:
-        ledger.decoded(account, Held(0, 0))
-        ledger.alternated(account, Outcome(fast, cause, 0.5 if cause else 0.0, size))
+        step(ledger, request, 0, 1, outcome=Outcome(fast, cause, 0.5 if cause else 0.0, size))
     report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
     assert (report["slow_steps"], report["fast_steps"]) == (4, 1)
     assert (report["timeout_refreshes"], report["trigger_refreshes"]) == (1, 1)
@@ -77,12 +88,21 @@ def test_the_time_of_scoring_is_kept_per_request_and_in_total():
 
 def test_the_time_of_decode_steps_is_told_apart():
     ledger = RequestLedger(KvShape(4, 100))
-    request = Request()
-    account = ledger.open(request, {})
+    request, now = Request(), 3.0
     for seconds, fast in ((0.5, False), (0.25, True), (0.125, True)):
-        ledger.timed(account, seconds, fast)
+        step(ledger, request, now, now + seconds, outcome=Outcome(fast, None, 0.0, 500))
+        now += 1
     report = ledger.report(request, prompt_tokens=9, cached_tokens=0)
     assert (report["decode_seconds"], report["fast_seconds"]) == (0.875, 0.375)
+
+
+def test_steps_that_overlap_share_no_time():
+    """The second is launched while the first runs: its time begins with the first one's end."""
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    for began, end in ((0, 4), (1, 6), (5, 7)):
+        step(ledger, request, began, end)
+    assert ledger.report(request, prompt_tokens=9, cached_tokens=0)["decode_seconds"] == 4 + 2 + 1
 
 
 def test_an_account_dies_with_its_request():
@@ -91,6 +111,15 @@ def test_an_account_dies_with_its_request():
     ledger.open(request, {})
     del request
     gc.collect()
+    assert len(ledger) == 0
+
+
+def test_an_account_that_nobody_will_report_is_not_open():
+    ledger = RequestLedger(KvShape(4, 100))
+    request = Request()
+    ledger.open(request, {})
+    assert len(ledger) == 1
+    request.ended = True
     assert len(ledger) == 0
 
 

@@ -128,6 +128,16 @@ def test_answers_are_the_oracles(answers, expected, name):
     assert (report["draft_tokens"] > 0) == ("speculative" in asked)
 
 
+def test_steps_overlap_and_the_device_writes_their_page_tables(server, answers):
+    before = server.engine()
+    for policy in ({}, MECHANISMS["FastKV"], MECHANISMS["SPEED"]):
+        ask(server, prompt_of("overlapping"), policy, 8)
+    engine = server.engine()
+    grown = {name: engine[name] - before[name] for name in ("overlapped_steps", "looked_up_steps")}
+    assert grown["overlapped_steps"] >= 3 * 6  # of 7 decode steps each
+    assert grown["looked_up_steps"] >= 3 * 7
+
+
 def test_again_from_the_prefix_cache(server, answers, expected):
     for name, answer in ask_all(server, ["dense", "everything"]).items():
         check(expected, name, answer)

@@ -3,6 +3,7 @@ nothing is lost, and what a request holds afterwards is what its plan says."""
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,13 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fathom.runtime.fastkv.config import FastKVConfig
 from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.kv.audit import check
+from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.memory import Growth, KvMemory, pages_taken
+from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.pages import OutOfPages, pages_of
 from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import SCORED, PrefillPlan, Step
 
 LAYERS = 4
 WINDOW = 2
+ROWS, LONGEST = 40, 4000
+
+
+class Unknown:
+    """Slots that nobody may ask for."""
 
 
 def plan(prompt, tsp, kept, cutoff, entered):
@@ -45,8 +53,12 @@ class RetentionMachine(RuleBasedStateMachine):
         self.free_virtual = list(range(pages, 0, -1))
         self.requests: dict[int, Request] = {}
         self.cache: list[tuple[tuple, list[int]]] = []
-        self.rows = list(range(1, 300))
+        self.rows = list(range(1, ROWS))
+        self.mirror = PageMirror(self.memory, ROWS, LONGEST, "cpu", block=2)
+        self.request_table = torch.zeros(ROWS, LONGEST, dtype=torch.int32)
+        self.device = DeviceTables(LAYERS, segments=1, entries=3, rows=1, device="cpu")
 
+    @precondition(lambda self: self.rows)
     @rule(
         policy=st.tuples(
             st.sampled_from([1.0, 0.3]),
@@ -156,6 +168,7 @@ class RetentionMachine(RuleBasedStateMachine):
         free = self.memory.pool.free
         if not self.grow(request, before + count):
             return
+        self.mirror.refresh([request.row])  # for the step that judges them
         self.memory.shrink(request.row, count)
         self.release(request.virtual[held:])
         del request.virtual[held:]
@@ -168,6 +181,7 @@ class RetentionMachine(RuleBasedStateMachine):
         """Finished, aborted or taken back, at any point."""
         request = self.requests.pop(data.draw(st.sampled_from(sorted(self.requests))))
         self.memory.close(request.row)
+        self.rows.append(request.row)
         self.release(request.virtual[request.locked :])
 
     @precondition(lambda self: self.cache)
@@ -203,6 +217,7 @@ class RetentionMachine(RuleBasedStateMachine):
             np.ones(len(ready), np.int64),
         )
         views, tables = Views(self.memory, batch), self.memory.tables
+        device_views, device = self.on_a_device(batch)
         for span in range(LAYERS):
             wanted = [
                 slots(tables.pages(request.row, span), tables.length(request.row, span))
@@ -214,9 +229,24 @@ class RetentionMachine(RuleBasedStateMachine):
             assert view.slots.tolist() == [slot for own in wanted for slot in own]
             assert view.write.tolist() == [own[-1] for own in wanted]
             assert view.query.tolist() == list(range(len(ready) + 1))
+            there = device.fill(span, device_views[span])
+            bounds = [there.begin, there.begin + there.lengths]
+            begins_and_ends = zip(*(bound.tolist() for bound in bounds), strict=True)
+            assert [there.table[begin:end, 0].tolist() for begin, end in begins_and_ends] == wanted
+            assert there.write.tolist() == [own[-1] for own in wanted]
             for i, own in enumerate(wanted):
                 for begin in (len(own) // 2, len(own)):
                     assert Views(self.memory, batch)[span].part(i, begin, len(own)).tolist() == own[begin:]
+
+    def on_a_device(self, batch):
+        """What a device that mirrors the tables writes by itself; never the host's own lists."""
+        for row, slots in zip(batch.rows.tolist(), batch.slots, strict=True):
+            self.request_table[row, : len(slots)] = torch.from_numpy(slots)
+        unknown = Batch.plain(batch.rows, batch.lengths, Unknown(), batch.new)
+        views = Views(self.memory, unknown)
+        self.mirror.refresh(batch.rows.tolist())
+        self.device.look_up([views[span] for span in range(LAYERS)], self.mirror, self.request_table)
+        return views, self.device
 
     @invariant()
     def the_ledger_balances(self):
