@@ -141,7 +141,8 @@ def _merge_kernel(
     weights = tl.exp(part_lse - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weights, 0)
     divisor = tl.where(total > 0, total, 1.0)
-    mask = (split < splits)[:, None] & (e < VALUE_DIM)[None, :]
+    # What saw no key may not have been written.
+    mask = (part_lse > float("-inf"))[:, None] & (e < VALUE_DIM)[None, :]
     part = tl.load(partial + (at * splits + split)[:, None] * VALUE_DIM + e[None, :], mask=mask, other=0.0)
     merged = tl.sum(part * weights[:, None], 0) / divisor
     place = row * o_stride_row + head * o_stride_head + e

@@ -173,6 +173,12 @@ def paged_extend(
     return result.merged()
 
 
+def tiles_of(max_new: int, group: int, itemsize: int) -> int:
+    """Programs of one split for each request and KV head; ``itemsize`` is the query's, in bytes."""
+    constants, _ = _tile(group, 16, 16, 1, max_new * group, itemsize)
+    return triton.cdiv(max_new * group, constants["ROWS"])
+
+
 def _tile(
     group: int, head_dim: int, value_dim: int, page_size: int, lines: int, itemsize: int
 ) -> tuple[dict[str, int], dict[str, int]]:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
+from fathom.kernels.paged_decode import KEYS_PER_BLOCK, MAX_SPLITS, Result
 
 FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
 
@@ -155,20 +156,22 @@ def _segments_kernel(
     scale, stride_query_batch, stride_query_window, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
+    stride_partial_row, stride_partial_head, stride_partial_share,
     stride_table_row, stride_logits_row, stride_logits_head, stride_logits_window,
-    stride_norms_row, stride_norms_head,
+    stride_norms_row, stride_norms_head, least,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, EVIDENCE: tl.constexpr,
+    EVIDENCE: tl.constexpr,
 ):  # fmt: skip
     """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp."""
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shares = tl.num_programs(2)
     field = packed + b * 6
     row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
     compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
     count = length + end - begin
-    share = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK) * BLOCK
-    first = split * share
+    share = tl.maximum(tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK, least)
+    first = part * share
     last = tl.minimum(first + share, count)
 
     r = tl.arange(0, ROWS)
@@ -218,47 +221,30 @@ def _segments_kernel(
                 norms + kept.to(tl.int64) * stride_norms_row + h * stride_norms_head + index, norm, mask=there
             )
 
-    base = ((b * tl.num_programs(1) + h) * SPLITS + split) * ROWS + r
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(partial_lse + base, tl.where(total > 0, top + tl.log(safe), float("-inf")))
-    tl.store(partial + base.to(tl.int64)[:, None] * BLOCK_V + dv[None, :], acc / safe[:, None])
+    token = b.to(tl.int64) * WINDOW + w
+    at = token * (tl.num_programs(1) * GROUP) + head
+    tl.store(
+        partial_lse + at * shares + part, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real
+    )
+    # A share without keys leaves nothing that anybody reads, unless it is the only one.
+    written = r < tl.where(first < last, GROUP * WINDOW, tl.where(shares == 1, GROUP * WINDOW, 0))
+    at = token * stride_partial_row + head * stride_partial_head + part * stride_partial_share
+    result = (acc / safe[:, None]).to(partial.dtype.element_ty)
+    tl.store(partial + at[:, None] + dv[None, :], result, mask=written[:, None] & in_v[None, :])
 
 
-@triton.jit
-def _merge_kernel(
-    partial, partial_lse, output, lse,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The shares of one (request, KV head) by their log-sum-exp."""
-    b, h, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    r, dv = tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    base = (b * kv_heads + h) * SPLITS * ROWS + r
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        top = tl.maximum(top, tl.load(partial_lse + base + split * ROWS))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    for split in range(SPLITS):
-        weight = tl.exp(tl.load(partial_lse + base + split * ROWS) - safe)
-        at = (base + split * ROWS).to(tl.int64)
-        acc += weight[:, None] * tl.load(partial + at[:, None] * BLOCK_V + dv[None, :])
-        total += weight
-    real = r < GROUP * WINDOW
-    at = (b * WINDOW + r % WINDOW) * kv_heads * GROUP + h * GROUP + r // WINDOW
-    some = tl.where(total > 0, total, 1.0)
-    tl.store(lse + at, tl.where(total > 0, safe + tl.log(some), float("-inf")), mask=real)
-    mask = real[:, None] & (dv < VALUE_DIM)[None, :]
-    tl.store(output + at.to(tl.int64)[:, None] * VALUE_DIM + dv[None, :], acc / some[:, None], mask=mask)
+def _shares(batch: int, kv_heads: int, device: torch.device) -> tuple[int, int]:
+    """Most shares per (request, KV head), and the fewest keys of one; from shapes alone.
 
-
-def _splits(batch: int, kv_heads: int, device: torch.device) -> int:
-    """Shares per (request, KV head), so that the launch fills the device twice; depends on shapes alone."""
-    if device.type != "cuda":
-        return 4
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // max(batch * kv_heads, 1)
-    return min(triton.next_power_of_2(max(wanted, 1)), 64)
+    One long row among short ones fills the device by itself. Where many rows fill it together, none is cut small.
+    """
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    )
+    tiles = max(batch * kv_heads, 1)
+    wanted = max(2 * processors // tiles, processors // kv_heads, 1)
+    return min(triton.next_power_of_2(wanted), MAX_SPLITS), KEYS_PER_BLOCK * min(max(tiles // 16, 1), 8)
 
 
 def _tile(rows: int, itemsize: int) -> tuple[int, dict[str, int]]:
@@ -277,33 +263,27 @@ def two_segment_attention_triton(
     scale: float,
     evidence: Evidence | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`two_segment_attention` in two launches."""
+    """:func:`two_segment_attention` in two launches, one where there is one share."""
     batch, window, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
-    group, splits = heads // kv_heads, _splits(batch, kv_heads, query.device)
+    group, (shares, least) = heads // kv_heads, _shares(batch, kv_heads, query.device)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
-    block_v = triton.next_power_of_2(value_dim)
     block, options = _tile(rows, pool[0].itemsize)
-    partial = query.new_empty((batch, kv_heads, splits, rows, block_v), dtype=torch.float32)
-    partial_lse = query.new_empty((batch, kv_heads, splits, rows), dtype=torch.float32)
-    output = query.new_empty((batch, window, heads, value_dim), dtype=torch.float32)
-    lse = query.new_empty((batch, window, heads), dtype=torch.float32)
+    result = Result(query.flatten(0, 1), value_dim, shares, None)
+    lse = result.first_lse
     logits, norms = (evidence.logits, evidence.key_norms) if evidence else (lse, lse)
     strides = (*logits.stride()[:3], *norms.stride()[:2]) if evidence else (0,) * 5
-    _segments_kernel[(batch, kv_heads, splits)](
-        query, *pool, *compact, page_table, plan.packed, partial, partial_lse, logits, norms, scale,
+    _segments_kernel[(batch, kv_heads, shares)](
+        query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, scale,
         *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
-        *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), *strides,
+        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), *strides, least,
         GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=block_v, BLOCK=block,
-        SPLITS=splits, EVIDENCE=evidence is not None, **options,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
+        EVIDENCE=evidence is not None, **options,
     )  # fmt: skip
-    _merge_kernel[(batch, kv_heads)](
-        partial, partial_lse, output, lse,
-        GROUP=group, WINDOW=window, ROWS=rows, VALUE_DIM=value_dim, BLOCK_V=block_v, SPLITS=splits,
-    )  # fmt: skip
-    return output, lse
+    output, lse = result.merged()
+    return output.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
 
 
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -314,28 +294,17 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
         ("fp32", 4, 1, 16, 128, True),
         ("fp16", 3, 1, 16, 80, False),
     ]
-    floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms", "output", "lse"], "*fp32")
+    floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms"], "*fp32")
     results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for dtype, group, window, rows, dim, evidence in shapes:
         padded = triton.next_power_of_2(dim)
         block, options = _tile(rows, 4 if dtype == "fp32" else 2)
-        merge = {
-            "GROUP": group,
-            "WINDOW": window,
-            "ROWS": rows,
-            "VALUE_DIM": dim,
-            "BLOCK_V": padded,
-            "SPLITS": 16,
-        }
-        fold = merge | {"HEAD_DIM": dim, "BLOCK_D": padded, "BLOCK": block, "EVIDENCE": evidence}
+        constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
+        constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block, "EVIDENCE": evidence}
         tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
         types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
         label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
-        forms: list[tuple[Any, dict[str, Any], dict[str, int]]] = [(_segments_kernel, fold, options)]
-        if dtype == "bf16":  # the merge sees float32 alone
-            forms.append((_merge_kernel, merge, {}))
-        for kernel, constants, chosen in forms:
-            names = kernel.arg_names
-            signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-            results.append((f"{kernel.__name__.strip('_')} {label}", kernel, signature, constants, chosen))
+        names = _segments_kernel.arg_names
+        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+        results.append((f"segments_kernel {label}", _segments_kernel, signature, constants, options))
     return results

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from fathom.kernels import window_scores_triton
@@ -64,9 +65,12 @@ class Window:
 
     @cached_property
     def _device_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.tensor([0, *self.rows]).cumsum(0).to(torch.int32)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        return starts.to(self.slots.device), lengths.to(self.slots.device)
+        starts = np.concatenate([[0], np.cumsum(self.rows)])
+        numbers = torch.from_numpy(np.concatenate([starts, self.lengths]).astype(np.int32))
+        if self.slots.is_cuda:  # pinned, the copy is not waited for
+            numbers = numbers.pin_memory()
+        starts, lengths = numbers.to(self.slots.device, non_blocking=True).tensor_split([len(starts)])
+        return starts, lengths
 
     def device_arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """Slots, first row [batch + 1] and lengths [batch] on the device; most rows and keys of a request."""

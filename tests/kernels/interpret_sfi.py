@@ -44,14 +44,15 @@ def compare_scores(kv_heads: int, rows: int, n: int, begin: list[int], end: list
 
 
 def compare_attention(
-    window: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
+    window: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, copies: int = 1
 ) -> int:
+    """Four requests, so many times; the more there are, the fewer and larger the shares of their keys."""
     slots, width = 700, 300
     pool = torch.randn(slots, kv_heads, dim).to(dtype), torch.randn(slots, kv_heads, value_dim).to(dtype)
     # Each head's tokens lie together, as in a server's compact buffers.
     compact = tuple(torch.randn(kv_heads, 200, d).to(dtype).transpose(0, 1) for d in (dim, value_dim))
     table = torch.stack([torch.randperm(slots)[:width] for _ in range(4)]).int()
-    query = torch.randn(4, window, heads, dim).to(dtype)
+    query = torch.randn(4 * copies, window, heads, dim).to(dtype)
     columns = [
         [3, 1, 0, 2],
         [0, 200, 5, 0],
@@ -60,6 +61,8 @@ def compare_attention(
         [0, 150, 64, 0],
         [1, -1, -1, 0],
     ]
+    columns = [column * copies for column in columns]
+    columns[-1][4:] = [-1] * (len(columns[-1]) - 4)
     plan = two_segment_attention.plan_segments(*map(torch.tensor, columns), kv_heads)
     results = []
     for function in (
@@ -102,5 +105,7 @@ if __name__ == "__main__":
     done += compare_scores(1, 20, 150, [5], [149], OTHERS)
     done += compare_attention(1, 4, 2, 16, 16, torch.float32)
     done += compare_attention(3, 6, 2, 24, 40, torch.float16)
+    done += compare_attention(1, 8, 4, 16, 16, torch.float32, copies=2)
+    done += compare_attention(2, 8, 8, 16, 16, torch.float32)
     done += compare_packing(16, 16, 4) + compare_packing(20, 8, 0)
     print(done, "comparisons")
