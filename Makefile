@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
+FLASHINFER := $(VENV)/flashinfer/.installed
 PORT ?= 30000
 WATCH_PORT ?= 9090
 ARGS ?=
@@ -40,6 +41,13 @@ $(TEST_STAMP): $(STAMP) requirements/test.lock
 	$(BIN)/pip install -q --no-deps --no-compile -r requirements/test.lock
 	@touch $@
 
+# Its Python, for the calls that the engine makes on a GPU; the wheel holds no kernels. Beside the environment, not in
+# it: SGLang imports FlashInfer wherever it finds it, and a server without a GPU has none.
+$(FLASHINFER): $(STAMP) requirements/cuda.lock
+	grep '^flashinfer-python==' requirements/cuda.lock \
+	  | $(BIN)/pip install -q --no-deps --no-compile --upgrade --target $(@D) -r /dev/stdin
+	@touch $@
+
 serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
@@ -50,7 +58,7 @@ watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve` 
 	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
 # Workers share the cores: threads that wait for others sleep.
-test: $(TEST_STAMP)  ## run all tests
+test: $(TEST_STAMP) $(FLASHINFER)  ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit

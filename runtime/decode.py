@@ -15,6 +15,7 @@ import torch
 from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_segment_attention
+from fathom.runtime.kv.device_view import DeviceView
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
 from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
@@ -25,6 +26,8 @@ from fathom.runtime.sfi.trigger import CAUSES, PhaseState, Stretch
 from fathom.runtime.staging import send
 
 MIB = 1 << 20
+GRAIN = 16
+"""Widths of evidence on a GPU are multiples of it: for others Triton would compile its kernels once more."""
 AS_SERVED = Reading()
 
 
@@ -67,7 +70,7 @@ class Shape:
 
     def evidence_bytes(self, options: SfiOptions, slots: int) -> int:
         """Memory of the evidence in a ring of ``slots``; each holds at least the longest request's."""
-        longest = 4 * self.longest * (self.heads + self.kv_heads)
+        longest = 4 * (self.longest + GRAIN) * (self.heads + self.kv_heads)
         return max(int(options.evidence_mib * MIB), slots * longest)
 
 
@@ -122,6 +125,7 @@ class SlowFast:
         self.shape, self.options = shape, options
         self.config = options.config
         self.spans = shape.layers // shape.span
+        self.grain = 1 if torch.device(shape.device).type == "cpu" else GRAIN
         self.runs = CompactRuns(shape.run(options), shape.buffer_bytes(options))
         self.phases = PhaseState(shape.rows, triggers, self.config)
         # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
@@ -167,10 +171,21 @@ class SlowFast:
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
         two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0)
-        if not runs_triton(query):
+        if runs_triton(query):
+            evidence = self.ring.view(0, 1, self.wide(1))
+            two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0, evidence)
+            nobody = RefreshBatch(none - 1, none, none, none)
+            refresh_layer(
+                evidence, (keys, values), (keys, values), table, nobody, self.config, self.options.selector
+            )
+        else:
             from fathom.kernels import refresh_cpu
 
             refresh_cpu.warm_up(shape.dtype, self.options.selector)
+
+    def wide(self, entries: int) -> int:
+        """Width of the evidence for so many entries."""
+        return -(-entries // self.grain) * self.grain
 
     def drop(self, row: int) -> None:
         """The request finished, was aborted, or was taken back: it starts slow if it comes again."""
@@ -249,12 +264,11 @@ class SlowFast:
         } | self.totals
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned:
-    """A step on page tables of some lengths.
+    """A step on page tables of some lengths, on the host.
 
     Attributes:
-        step: with what kernels read on the device of the keys.
         ranges: of every query row its request's table and the entries that it reads there, ``begin .. end - 1``.
         longest: entries of the longest table; width: of the evidence.
     """
@@ -263,6 +277,13 @@ class Planned:
     ranges: list[tuple[int, int, int]]
     longest: int
     width: int
+    _there: SfiStep | None = None
+
+    def on(self, device: torch.device | str) -> SfiStep:
+        """The step with what kernels read on a device; sent once."""
+        if self._there is None:
+            self._there = self.step.on(device)
+        return self._there
 
 
 @dataclass(frozen=True)
@@ -270,7 +291,7 @@ class SpanStep:
     """What the layers of one span read, on the device of the keys.
 
     Attributes:
-        table: [batch, longest] int32 page table.
+        table: int32 page table, a row for each request: [batch, longest], or a span's list of slots.
         width: entries of the evidence.
     """
 
@@ -305,7 +326,7 @@ class Step:
         settled = state.frozen[self.rows] & ~state.phases.stale(self.rows)
         asking = self.slow & (self.start >= 0) & ~settled
         # No table is longer than its request.
-        room = state.ring.capacity(int(self.lengths[asking].max())) if asking.any() else 0
+        room = state.ring.capacity(state.wide(int(self.lengths[asking].max()))) if asking.any() else 0
         room = min(room, len(self.rows))
         self.evidence = grant_evidence(asking, self.start, self.lengths, room, state.config)
         self.refreshed = (self.evidence >= 0) | (self.slow & settled)
@@ -317,6 +338,7 @@ class Step:
         self.owner, self.last = np.repeat(np.arange(len(entries)), counts), np.cumsum(counts) - 1
         self.behind = self.last[self.owner] - np.arange(len(self.owner))
         self.spans: dict[int, SpanStep] = {}
+        self.planned: dict[int, Planned] = {}  # by span
         # Spans whose tables are as long and as packed as another's share its plan.
         self.plans: dict[tuple[int, ...], Planned] = {}
         self.seconds = 0.0
@@ -325,6 +347,11 @@ class Step:
         """Requests."""
         return len(self.rows)
 
+    @property
+    def renews_nothing(self) -> bool:
+        """Whether no selection is renewed and each request has one row: its kernels need nothing but the plans."""
+        return not self.capacity and len(self.owner) == len(self.rows)
+
     def attend(
         self,
         layer: int,
@@ -332,6 +359,7 @@ class Step:
         pool: tuple[torch.Tensor, torch.Tensor],
         view: SpanView,
         scale: float,
+        there: DeviceView | None = None,
     ) -> torch.Tensor:
         """Attention of the step's query rows at one layer.
 
@@ -339,12 +367,12 @@ class Step:
             query: [query rows, heads, head_dim], request after request.
             pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of the layer, the new
                 tokens' included.
-            view: of the layer's span.
+            view: of the layer's span; there: the same on the device, where it is; else the table is sent there.
 
         Returns:
             [query rows, heads, value_dim] float32.
         """
-        state, plan = self.state, self.span_step(layer, view)
+        state, plan = self.state, self.span_step(layer, view, there)
         compact, evidence = state.compact[layer], None
         if self.capacity:
             evidence = state.ring.view(state.executor.acquire(), self.capacity, plan.width)
@@ -355,38 +383,47 @@ class Step:
             state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))
         return output.squeeze(1)
 
-    def span_step(self, layer: int, view: SpanView) -> SpanStep:
-        """What the layers of a layer's span read; ``view`` is the span's."""
+    def span_step(self, layer: int, view: SpanView, there: DeviceView | None = None) -> SpanStep:
+        """What the layers of a layer's span read; ``view`` is the span's, ``there`` the same on the device."""
         span = layer // self.state.shape.span
         if span not in self.spans:
-            self.spans[span] = self._plan(span, view)
+            planned = self.plan(span, view, there)
+            table = self._table(planned, view) if there is None else there.table
+            self.spans[span] = SpanStep(planned.on(self.state.shape.device), table, planned.width)
         return self.spans[span]
 
-    def _plan(self, span: int, view: SpanView) -> SpanStep:
+    def plan(self, span: int, view: SpanView, there: DeviceView | None = None) -> Planned:
+        """The plan of a span, on the host."""
         state = self.state
         lengths = np.diff(view.entry)[self.segments]
         held = state.held[span, self.rows]
-        key = (*lengths.tolist(), *held.tolist())
+        rows = np.arange(len(self)) if there is None else there.first[self.segments]
+        key = (*lengths.tolist(), *held.tolist(), *rows.tolist())
         if key not in self.plans:
-            self.plans[key] = self._plan_tables(lengths, held)
-        planned = self.plans[key]
+            self.plans[key] = self._plan_tables(rows, lengths, held)
+        self.planned[span] = self.plans[key]
+        return self.plans[key]
+
+    def _table(self, planned: Planned, view: SpanView) -> torch.Tensor:
+        """[batch, longest] int32 page table, for a view that is on the host only."""
         # What the descriptor does not name is never read, and a long table not even touched.
         table = np.empty((len(self), planned.longest), np.int32)
         segments = np.arange(len(view.entry) - 1)[self.segments].tolist()
         for line, begin, end in planned.ranges:
             table[line, begin:end] = view.part(segments[line], begin, end)
-        return SpanStep(planned.step, send(table, state.shape.device), planned.width)
+        return send(table, self.state.shape.device)
 
-    def _plan_tables(self, lengths: np.ndarray, held: np.ndarray) -> Planned:
+    def _plan_tables(self, rows: np.ndarray, lengths: np.ndarray, held: np.ndarray) -> Planned:
         """The plan for page tables of these lengths.
 
         Args:
+            rows: [requests] of the table.
             lengths, held: [requests] entries of the table and of the compact run, -1 where nothing is packed.
         """
         state, owner = self.state, self.owner
         recent, selected, seed = state.reading[self.rows][owner].T
         step = plan_span(
-            owner,
+            rows[owner],
             lengths[owner] - self.behind,
             self.slow[owner],
             self.start[owner],
@@ -398,8 +435,8 @@ class Step:
             Reads(recent, selected, np.where(self.alternates[owner], seed, -1), self.lengths[owner]),
         )
         ranges = [(line, begin, end) for line, begin, end, *_ in step.plan.packed.tolist()]
-        width = max((int(lengths[row]) for row in step.refresh.rows.tolist() if row >= 0), default=1)
-        return Planned(step.on(state.shape.device), ranges, int(lengths.max()), width)
+        width = state.wide(int(lengths[self.evidence >= 0].max(initial=1)))
+        return Planned(step, ranges, int(lengths.max()), width)
 
     def _refresh(
         self,
@@ -428,7 +465,7 @@ class Step:
         state, rows = self.state, self.rows
         renewed = self.evidence >= 0
         causes = state.phases.cause(rows).tolist()
-        for span, plan in self.spans.items():
+        for span, plan in self.planned.items():
             held = plan.step.held[self.last]
             state.held[span, rows] = np.where(self.alternates, held, state.held[span, rows])
         state.refreshed[rows] = np.where(self.alternates, self.refreshed, state.refreshed[rows])

@@ -145,6 +145,7 @@ def launch(
                 propagation_buffer=face.propagation_buffer or 0,
                 sfi=face.sfi,
                 draft_cost=face.draft_cost,
+                gpu_prefill=face.gpu_prefill,
             ),
             run_detokenizer_process_func=children.run_detokenizer_process,
             launch_callback=warmed_up,

@@ -28,6 +28,7 @@ class Face:
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         sfi: how requests decode slow and fast.
         draft_cost: time of a draft step as a share of the model's; None to estimate it.
+        gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
     """
@@ -41,6 +42,7 @@ class Face:
     propagation_buffer: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
     draft_cost: float | None = None
+    gpu_prefill: str = "auto"
     history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
 

@@ -152,8 +152,13 @@ def parser() -> Parser:
         "--gpu-depth-pages",
         action="store_true",
         help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
-        "kernels; one GPU, no CUDA graphs, no overlap scheduling. Not run on a GPU yet; without it requests are "
-        "served there dense, by SGLang's own backends",
+        "kernels; one GPU. Not run on a GPU yet; without it requests are served there dense, by SGLang's own",
+    )
+    memory.add_argument(
+        "--gpu-prefill-attention",
+        choices=("auto", "triton"),
+        default="auto",
+        help="with --gpu-depth-pages: by FlashInfer where that can be, or by Triton (default: %(default)s)",
     )
     flags.add_arguments(result)
     sfi_options.add_arguments(result)
@@ -186,6 +191,8 @@ def plan(argv: list[str]) -> Plan:
         raise StartError(f"--propagation-buffer must be at least 0, got {own.propagation_buffer}")
     if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
         raise StartError(f"--draft-cost must be in [0, 1], got {own.draft_cost:g}")
+    if own.gpu_prefill_attention != "auto" and not own.gpu_depth_pages:
+        raise StartError(f"--gpu-prefill-attention {own.gpu_prefill_attention} needs --gpu-depth-pages")
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
     if own.max_in_flight < 1:
@@ -227,6 +234,7 @@ def plan(argv: list[str]) -> Plan:
             propagation_buffer=own.propagation_buffer,
             sfi=sfi,
             draft_cost=own.draft_cost,
+            gpu_prefill=own.gpu_prefill_attention,
         ),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         verbose=engine.log_level == "debug",

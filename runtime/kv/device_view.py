@@ -2,7 +2,7 @@
 
 Kernels take the flat list for a page table whose rows begin at every entry: row number ``begin[i]``, column c is
 entry c of segment i. What a decode launch is given (addresses, shapes, numbers) follows from the number of segments
-alone, so that it could be captured in a CUDA graph and replayed after the buffers were filled again.
+alone, so that it can be captured in a CUDA graph and replayed after the buffers were filled again.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ class DeviceView:
         prefixes: [segments] int32, entries before the segment's own query rows.
         bounds: [segments + 1] int32, where each segment's rows begin in the packed query, and their total.
         write: [query rows] int64, slots that take the rows' keys and values.
+        first: what ``begin`` says of the view's own segments, on the host; not of those that fill up a batch.
         most_new, most_prefix: most query rows, and entries before them, of a segment; known to the host.
     """
 
@@ -40,16 +41,44 @@ class DeviceView:
     prefixes: torch.Tensor
     bounds: torch.Tensor
     write: torch.Tensor
+    first: np.ndarray
     most_new: int
     most_prefix: int
+
+
+class Buffers:
+    """Room for the views of all spans, in one place for as long as it exists.
+
+    Attributes:
+        head: [spans, 5, segments + 4] int32, the numbers of each segment (see ``kernels/span_tables.py``).
+        slots: [spans, entries + 4] int32; entry 0 is the dummy slot. write: [spans, rows] int64.
+    """
+
+    def __init__(
+        self, spans: int, segments: int, entries: int, rows: int, device: torch.device | str
+    ) -> None:
+        # Each list begins at a multiple of 16 bytes, whatever the sizes, or Triton would compile other kernels for
+        # other addresses.
+        segments, entries, rows = (-(-size // 4) * 4 for size in (segments, entries, rows))
+        self.sizes = segments, entries, rows
+        there = {"device": device}
+        self.head = torch.zeros(spans, 5, segments + 4, dtype=torch.int32, **there)
+        self.slots = torch.zeros(spans, entries + 4, dtype=torch.int32, **there)
+        self.write = torch.zeros(spans, rows, dtype=torch.int64, **there)
+
+    def hold(self, *sizes: int) -> bool:
+        """Whether a step of so many segments, entries and rows has room."""
+        return all(map(int.__le__, sizes, self.sizes))
 
 
 class DeviceTables:
     """Buffers for the views of all spans.
 
+    Steps use the first buffers wherever they are large enough, since captured launches know no others; larger ones
+    are made beside them for the steps that they do not hold.
+
     Attributes:
-        grown: how often a step did not fit and the buffers were made anew; captured launches would have to be
-            captured again.
+        grown: how often a step did not fit and larger buffers were made.
         looked_up: how many steps' lists the device has written itself.
     """
 
@@ -58,34 +87,40 @@ class DeviceTables:
     ) -> None:
         """
         Args:
-            segments, entries, rows: what a span's buffers hold at first, per step.
+            segments, entries, rows: what a span's first buffers hold, per step.
         """
         self.device = torch.device(device)
         self.grown = self.looked_up = 0
         self.spans = spans
-        self._make(segments, entries, rows)
+        self.first = Buffers(spans, segments, entries, rows, device)
+        self._larger: Buffers | None = None
+        self._filled: list[tuple[SpanView, int, DeviceView] | None] = [None] * spans
 
-    def _make(self, segments: int, entries: int, rows: int) -> None:
-        # Each list begins at a multiple of 16 bytes, whatever the sizes, or Triton would compile other kernels for
-        # other addresses. Entry 0 is the dummy slot.
-        self._segments, self._entries, self._rows = (-(-size // 4) * 4 for size in (segments, entries, rows))
-        there = {"device": self.device}
-        self._head = torch.zeros(self.spans, 5, self._segments + 4, dtype=torch.int32, **there)
-        self._slots = torch.zeros(self.spans, self._entries + 4, dtype=torch.int32, **there)
-        self._write = torch.zeros(self.spans, self._rows, dtype=torch.int64, **there)
-        self._filled: list[tuple[SpanView, int, DeviceView] | None] = [None] * self.spans
+    def widen(self, segments: int, rows: int) -> None:
+        """First buffers for at least so many segments and rows; only before anything knows where they are."""
+        has_segments, entries, has_rows = self.first.sizes
+        if segments > has_segments or rows > has_rows:
+            sizes = max(segments, has_segments), entries, max(rows, has_rows)
+            self.first = Buffers(self.spans, *sizes, self.device)
+            self._filled = [None] * self.spans
 
-    def _fit(self, segments: int, entries: int, rows: int) -> None:
-        """At least twice as large in what is too small."""
-        has, wants = (self._segments, self._entries, self._rows), (segments, entries, rows)
-        if any(map(int.__lt__, has, wants)):
-            self._make(*(h if w <= h else max(w, 2 * h) for h, w in zip(has, wants, strict=True)))
-            self.grown += 1
+    def _room(self, *sizes: int) -> Buffers:
+        """Buffers that hold a step of so many segments, entries and rows."""
+        largest = self.first if self._larger is None else self._larger
+        for buffers in (self.first, largest):
+            if buffers.hold(*sizes):
+                return buffers
+        # At least twice as large in what is too small.
+        has = zip(largest.sizes, sizes, strict=True)
+        segments, entries, rows = (h if w <= h else max(w, 2 * h) for h, w in has)
+        self._larger = Buffers(self.spans, segments, entries, rows, self.device)
+        self.grown += 1
+        return self._larger
 
-    def holds(self, span: int, view: SpanView) -> bool:
-        """Whether the span's buffers hold this view."""
+    def holds(self, span: int, view: SpanView, padded_to: int = 0) -> bool:
+        """Whether the span's buffers hold this view, filled up to so many segments."""
         held = self._filled[span]
-        return held is not None and held[0] is view
+        return held is not None and held[0] is view and held[1] == padded_to
 
     def fill(self, span: int, view: SpanView, padded_to: int = 0) -> DeviceView:
         """Bring a view to the device, unless it is what the span's buffers hold already.
@@ -94,74 +129,87 @@ class DeviceTables:
             padded_to: segments, each of one row, that the batch is filled up to: the others read and write the
                 dummy slot.
         """
-        held = self._filled[span]
-        if held is None or held[0] is not view or held[1] != padded_to:
-            there = self._fill(span, view, padded_to)
-            held = self._filled[span] = (view, padded_to, there)
-        return held[2]
+        if not self.holds(span, view, padded_to):
+            self._filled[span] = (view, padded_to, self._fill(span, view, padded_to))
+        return self._filled[span][2]  # type: ignore[index]
 
     def _fill(self, span: int, view: SpanView, padded_to: int) -> DeviceView:
         given, entries, rows = len(view.query) - 1, len(view.slots), len(view.write)
         padding = max(padded_to - given, 0)
         segments, rows = given + padding, rows + padding
-        self._fit(segments, entries, rows)
+        room = self._room(segments, entries, rows)
         staging = staged((5, segments + 1), torch.int32, self.device)
-        numbers = staging.numpy()
-        self._describe(numbers, view)
-        numbers[:3, given:segments] = [[DUMMY], [1], [0]]
-        numbers[4, given + 1 :] = view.query[-1] + np.arange(1, padding + 1)
-        self._head[span, :, : segments + 1].copy_(staging, non_blocking=True)
+        self._describe(staging.numpy(), view, padding)
+        room.head[span, :, : segments + 1].copy_(staging, non_blocking=True)
         staging = staged(entries, torch.int32, self.device)
         staging.numpy()[:] = view.slots
-        self._slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)
+        room.slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)
         staging = staged(rows, torch.int64, self.device)
         staging[: len(view.write)] = torch.from_numpy(view.write)
         staging[len(view.write) :] = UNBACKED
-        self._write[span, :rows].copy_(staging, non_blocking=True)
-        return self._view(span, view, padding)
+        room.write[span, :rows].copy_(staging, non_blocking=True)
+        return self._view(room, span, view, padding)
 
     @staticmethod
-    def _describe(numbers: np.ndarray, view: SpanView) -> None:
-        """The numbers of each segment, as ``_head`` has them of a span: [5, at least segments + 1] int32."""
+    def _describe(numbers: np.ndarray, view: SpanView, padding: int) -> None:
+        """The numbers of each segment, as ``Buffers.head`` has them of a span.
+
+        Args:
+            numbers: [5, segments + padding + 1] int32, written. The padding's read the dummy slot.
+        """
         given = len(view.query) - 1
         numbers[:] = 0
         numbers[0, :given] = view.entry[:-1] + DUMMY + 1
         numbers[1, :given] = lengths = np.diff(view.entry)
         numbers[2, :given] = lengths - np.diff(view.query)
         numbers[4, : given + 1] = view.query
+        numbers[:3, given : given + padding] = [[DUMMY], [1], [0]]
+        numbers[4, given + 1 :] = view.query[-1] + np.arange(1, padding + 1)
 
-    def _view(self, span: int, view: SpanView, padding: int = 0) -> DeviceView:
+    def _view(self, room: Buffers, span: int, view: SpanView, padding: int) -> DeviceView:
         segments, new = len(view.query) - 1 + padding, np.diff(view.query)
-        begin, lengths, prefixes, _, bounds = self._head[span]
+        begin, lengths, prefixes, _, bounds = room.head[span]
         return DeviceView(
-            self._slots[span].unsqueeze(1),
+            room.slots[span].unsqueeze(1),
             begin[:segments],
             lengths[:segments],
             prefixes[:segments],
             bounds[: segments + 1],
-            self._write[span, : int(view.query[-1]) + padding],
+            room.write[span, : int(view.query[-1]) + padding],
+            view.entry[:-1] + DUMMY + 1,
             int(new.max(initial=min(padding, 1))),
             int((np.diff(view.entry) - new).max(initial=0)),
         )
 
-    def look_up(self, views: Sequence[TableView], mirror: PageMirror, request_table: torch.Tensor) -> None:
+    def look_up(
+        self,
+        views: Sequence[TableView],
+        mirror: PageMirror,
+        request_table: torch.Tensor,
+        padded_to: int = 0,
+    ) -> None:
         """Let the device write the lists of a step's first spans from the tables that it has.
 
         Args:
             views: of the spans ``0 .. len(views) - 1``; mirror: which has the tables of their requests.
             request_table: [rows, positions] int32 virtual slots, on the device.
+            padded_to: as :meth:`fill`.
         """
         requests, rows = len(views[0].query) - 1, int(views[0].query[-1])
-        self._fit(requests, max(int(view.entry[-1]) for view in views), rows)
-        staging = staged((len(views), 5, requests + 1), torch.int32, self.device)
+        padding = max(padded_to - requests, 0)
+        segments = requests + padding
+        room = self._room(segments, max(int(view.entry[-1]) for view in views), rows + padding)
+        staging = staged((len(views), 5, segments + 1), torch.int32, self.device)
         for numbers, view in zip(staging.numpy(), views, strict=True):
-            self._describe(numbers, view)
+            self._describe(numbers, view, padding)
             numbers[3, :requests] = view.sources
-        self._head[: len(views), :, : requests + 1].copy_(staging, non_blocking=True)
+        room.head[: len(views), :, : segments + 1].copy_(staging, non_blocking=True)
+        if padding:
+            room.write[: len(views), rows : rows + padding] = UNBACKED
         span_tables(
-            self._head[: len(views)],
-            self._slots,
-            self._write,
+            room.head[: len(views)],
+            room.slots,
+            room.write,
             requests,
             max(int(np.diff(view.entry).max()) for view in views),
             request_table,
@@ -171,5 +219,5 @@ class DeviceTables:
             views[0].memory.page_size,
         )
         for span, view in enumerate(views):
-            self._filled[span] = (view, 0, self._view(span, view))
+            self._filled[span] = (view, padded_to, self._view(room, span, view, padding))
         self.looked_up += 1

@@ -47,9 +47,9 @@ class GpuRule(NamedTuple):
     why: str
 
 
-def _graphs_are_off(args: Any) -> bool:
-    phases = args.cuda_graph_config.decode, args.cuda_graph_config.prefill
-    return all(phase.backend == "disabled" for phase in phases)
+def _graphs_of_whole_decode_steps(args: Any) -> bool:
+    graphs = args.cuda_graph_config
+    return graphs.decode.backend in ("full", "disabled") and graphs.prefill.backend == "disabled"
 
 
 GPU_RULES = (
@@ -69,10 +69,10 @@ GPU_RULES = (
         "no other backend reads depth pages",
     ),
     GpuRule(
-        ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-        _graphs_are_off,
-        "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
-        "no step has been captured and replayed on a GPU yet",
+        ("--cuda-graph-backend-prefill", "disabled"),
+        _graphs_of_whole_decode_steps,
+        "--cuda-graph-backend-prefill disabled, and full or disabled for --cuda-graph-backend-decode",
+        "prefill drops rows between layers; a decode step is captured as a whole",
     ),
     GpuRule(
         ("--sampling-backend", "pytorch"),

@@ -1,7 +1,8 @@
 """What Fathom keeps on a GPU beside the target's KV, told to SGLang before it gives that all the memory there is.
 
 On a CPU memory that nobody has written to is not taken; on a GPU it is, so the compact buffers and the evidence of
-slow-fast decoding, FastKV's waiting hidden states, page tables and the draft's KV have to be counted.
+slow-fast decoding, FastKV's waiting hidden states, page tables, FlashInfer's workspaces and the draft's KV have to
+be counted.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 from fathom.runtime.decode import Shape
 from fathom.runtime.plan import choose_span
 from fathom.runtime.sfi.refresh import RING_SLOTS
+from fathom.runtime.sglang_host import flashinfer_prefill
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.slow_fast import SETTINGS
@@ -56,10 +58,12 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     # There are as many virtual slots per token as spans. With pages of one token each has an entry per span in the
     # shared map and in the lists of a step, and one in a private table; the draft has a slot for each.
     spans = layers // span
+    fixed += flashinfer_prefill.reserved_bytes(runner, spans)
     tables = 4 * spans * (2 * spans + 1)
     if draft is None:
         return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)
+    fixed += flashinfer_prefill.reserved_bytes(draft.model_runner, 1)
     return Reserve(fixed + SCRATCH_SLOTS * slot, tables + spans * slot)
 
 

@@ -7,6 +7,8 @@ import inspect
 
 from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
 
+_GRAPHS = "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
+
 GPU_SEAMS: tuple[Seam, ...] = (
     relies_on(
         f"{SERVER} {SCHEDULER}",
@@ -76,8 +78,100 @@ GPU_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "model_executor.model_runner_components.cuda_graph_setup:capture_decode_graph",
         "read",
-        "captures nothing where the decode phase's backend is disabled",
-        check=reads_global("check_cuda_graph_backend"),
+        "captures decode steps with the runner that the platform names",
+        check=lambda f: {"get_graph_runner_cls", "check_cuda_graph_backend"} <= set(f.__code__.co_names),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner:ModelRunner._forward_raw",
+        "read",
+        "asks the runner of captured steps before it computes a decode step",
+        None,
+        reads_attributes("decode_cuda_graph_runner can_run_graph execute"),
+    ),
+    relies_on(
+        SCHEDULER,
+        f"{_GRAPHS}.__init__",
+        "override",
+        "captures at the end of it; what is captured of a size is asked of attention_graph_variants",
+        "model_runner attn_backend speculative_num_steps speculative_num_draft_tokens record_nolora_graph",
+        reads_attributes("attention_graph_variants init_cuda_graph_state get_cuda_graph_seq_len_fill_value"),
+    ),
+    relies_on(
+        SCHEDULER,
+        f"{_GRAPHS}.capture_one_shape",
+        "override",
+        "requests that alternate are captured too",
+        "size forward stream_idx variant_label attention_variant",
+        reads_attributes("init_forward_metadata_out_graph capture_one"),
+    ),
+    relies_on(
+        SCHEDULER,
+        f"{_GRAPHS}.can_run_graph",
+        "override",
+        "steps that renew a selection or verify drafted tokens are not replayed",
+        "forward_batch",
+        reads_attributes("max_bs"),
+    ),
+    relies_on(
+        SCHEDULER,
+        f"{_GRAPHS}.load_batch",
+        "read",
+        "fills a batch up, and has the backend's buffers filled before a replay",
+        "forward_batch pp_proxy_tensors",
+        reads_attributes("_pad_to_bucket init_forward_metadata_out_graph _resolve_attention_variant"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.runner.decode_cuda_graph_runner:build_replay_fb_view",
+        "read",
+        "says how many requests are made up, and their lengths on the host",
+        "forward_batch buffers bs raw_bs num_tokens seq_len_fill_value capture_forward_mode is_encoder_decoder",
+        reads_attributes("num_padding seq_lens_cpu"),
+    ),
+    relies_on(
+        SCHEDULER,
+        f"{_GRAPHS}.execute",
+        "override",
+        "counts replays; the scheduler may write to its tables once the buffers are filled",
+        "forward_batch pp_proxy_tensors",
+        reads_attributes("_resolve_shared_read_ends _publish_read_done replay"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.attention.base_attn_backend:SharedReadEnds",
+        "read",
+        "a replayed step reads the scheduler's tables before its replay only",
+        check=lambda c: "PRE_REPLAY" in c.__members__,
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"layers.attention.base_attn_backend:AttentionBackend.{name}",
+            "override",
+            "the buffers that captured steps read",
+            parameters,
+        )
+        for name, parameters in (
+            ("init_cuda_graph_state", "max_bs max_num_tokens"),
+            ("init_forward_metadata_out_graph", "forward_batch in_capture"),
+            ("shared_read_ends", "fm"),
+            ("get_cuda_graph_seq_len_fill_value", ""),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.rotary_embedding.base:RotaryEmbedding.forward_cuda",
+        "call",
+        "rotates in place with the head sizes that its kernel takes",
+        "positions query key offsets fused_set_kv_buffer_arg",
+    ),
+    relies_on(
+        SCHEDULER,
+        "models.utils:enable_fused_set_kv_buffer",
+        "replace",
+        "models leave writing keys and values to the backend: the slots that they know are virtual",
+        "forward_batch",
     ),
     relies_on(
         SCHEDULER,

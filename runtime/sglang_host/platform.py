@@ -2,8 +2,8 @@
 
 Registered under the entry point group ``sglang.srt.platforms``; SGLang calls :func:`activate` in every process.
 SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) needs an AMX build of ``sgl_kernel`` that no package index
-has. An out-of-tree platform with native (plain PyTorch) dispatch needs nothing but PyTorch. The same on a GPU:
-element-wise layers are PyTorch's there, and attention is Fathom's, in Triton.
+has. An out-of-tree platform with native (plain PyTorch) dispatch needs nothing but PyTorch. On a GPU layers are
+SGLang's own CUDA kernels, which it imports wherever it sees one; attention is Fathom's, in Triton.
 """
 
 import os
@@ -21,8 +21,7 @@ from sglang.srt.platforms.interface import SRTPlatform  # noqa: E402
 
 
 class DepthPagePlatform(SRTPlatform):
-    """A platform whose KV is in depth pages and whose operators are PyTorch's own: SGLang calls each layer's
-    ``forward_native``."""
+    """A platform whose KV is in depth pages."""
 
     _enum = PlatformEnum.OOT
 
@@ -42,7 +41,7 @@ class DepthPagePlatform(SRTPlatform):
 
 
 class FathomCpuPlatform(CpuDeviceMixin, DepthPagePlatform):
-    """A CPU."""
+    """A CPU, whose operators are PyTorch's own: SGLang calls each layer's ``forward_native``."""
 
     _enum = PlatformEnum.OOT
 
@@ -64,8 +63,16 @@ class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
     def get_default_attention_backend(self) -> str:
         return TRITON_BACKEND
 
+    def get_dispatch_key_name(self) -> str:
+        return "cuda"
+
     def support_cuda_graph(self) -> bool:
-        return False
+        return True
+
+    def get_graph_runner_cls(self) -> type:
+        from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
+
+        return DecodeGraphRunner
 
     def support_piecewise_cuda_graph(self) -> bool:
         return False

@@ -21,6 +21,7 @@ def install(
     propagation_buffer: int = 0,
     sfi: SfiOptions | None = None,
     draft_cost: float | None = None,
+    gpu_prefill: str = "auto",
 ) -> None:
     """Put our scheduler and, on a platform of ours, our attention backend and memory in SGLang's places.
 
@@ -30,6 +31,7 @@ def install(
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
         sfi: how requests decode slow and fast, or None for the defaults.
         draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
+        gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
     """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -37,7 +39,11 @@ def install(
     from sglang.srt.platforms import current_platform
 
     from fathom.runtime.sglang_host import seeds
-    from fathom.runtime.sglang_host.platform import DepthPagePlatform, FathomCpuPlatform
+    from fathom.runtime.sglang_host.platform import (
+        DepthPagePlatform,
+        FathomCpuPlatform,
+        FathomCudaPlatform,
+    )
     from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
     scheduler_module.Scheduler = FathomScheduler
@@ -46,7 +52,7 @@ def install(
     if ours:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import draft_side, kv_tree, slow_fast
+        from fathom.runtime.sglang_host import draft_side, flashinfer_prefill, kv_tree, slow_fast
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
@@ -54,7 +60,12 @@ def install(
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
         slow_fast.SETTINGS.options = sfi or SfiOptions()
         draft_side.OPTIONS.cost = draft_cost
+        flashinfer_prefill.OPTIONS.prefill = gpu_prefill
         registry.default_radix_cache_factory = kv_tree.factory
+    if isinstance(current_platform, FathomCudaPlatform):
+        from fathom.runtime.sglang_host import gpu_ops
+
+        gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
         from fathom.runtime.sglang_host import cpu_ops
 
@@ -95,20 +106,21 @@ def run_scheduler_process(
     propagation_buffer: int = 0,
     sfi: SfiOptions | None = None,
     draft_cost: float | None = None,
+    gpu_prefill: str = "auto",
     **kwargs: Any,
 ) -> None:
     """SGLang's scheduler process, running Fathom's scheduler.
 
     Args:
-        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost: as :func:`install`. All others as SGLang's
-            function of this name.
+        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill: as :func:`install`. All others as
+            SGLang's function of this name.
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost)
+    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill)
     run(*args, **kwargs)
 
 

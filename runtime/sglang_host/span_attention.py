@@ -71,6 +71,8 @@ class SpanAttentionBackend(AttentionBackend):
     are verified, what every decoding request reads."""
     watched = False
     """Whether somebody looks at what each layer is given."""
+    replaced = False
+    """Whether a step runs in which another forward takes the place of the model's own."""
     rows: torch.Tensor | None = None
     """[requests] of the batch that is running, on the host, where somebody has told."""
 
@@ -128,10 +130,16 @@ class SpanAttentionBackend(AttentionBackend):
         rows = (forward_batch.req_pool_indices if self.rows is None else self.rows).cpu().numpy()
         lengths = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
         lengths = lengths.cpu().numpy()
-        new = np.ones(len(rows), np.int64)
-        if not forward_batch.forward_mode.is_decode_or_idle():
-            new = np.array(forward_batch.extend_seq_lens_cpu, np.int64)
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self.set_decode_batch(rows, lengths)
+            return
+        new = np.array(forward_batch.extend_seq_lens_cpu, np.int64)
         self.set_batch(Batch.plain(rows, lengths, virtual_slots(self.req_to_token, rows, lengths), new))
+
+    def set_decode_batch(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """From here on the layers compute the last token of each of these requests."""
+        slots = virtual_slots(self.req_to_token, rows, lengths)
+        self.set_batch(Batch.plain(rows, lengths, slots, np.ones(len(rows), np.int64)))
 
     def set_batch(self, batch: Batch) -> None:
         """From here on the layers compute these rows."""

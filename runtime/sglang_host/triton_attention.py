@@ -1,28 +1,32 @@
-"""SGLang's attention backend on the Triton kernels in ``kernels/``, for depth pages on a GPU.
+"""SGLang's attention backend on the Triton kernels in ``kernels/``, for depth pages on a GPU; prefill by FlashInfer
+where it takes the layout.
 
 Without a GPU it runs in Triton's interpreter, one program after the other: how it is tested.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
 from fathom.kernels.paged_decode import paged_decode, pick_splits
-from fathom.kernels.paged_extend import paged_extend
+from fathom.kernels.paged_extend import paged_extend, tiles_of
+from fathom.runtime.captured import CapturedStep
+from fathom.runtime.decode import SlowFast, Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
-from fathom.runtime.kv.view import SpanView, TableView
+from fathom.runtime.kv.view import Batch, SpanView, TableView
+from fathom.runtime.sglang_host import flashinfer_prefill
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-TILE = 64
-"""Rows (tokens times the query heads of a KV head) that a program of the extend kernel computes, roughly."""
 
 
 class TritonAttentionBackend(SpanAttentionBackend):
@@ -31,6 +35,16 @@ class TritonAttentionBackend(SpanAttentionBackend):
     name = "Triton"
     mirror: PageMirror | None = None
     """Made at the first step that needs it: a draft's never do."""
+    padded_to = 0
+    """Segments that the step is filled up to: the size of a captured step, 0 where none is replayed."""
+    slow_fast: SlowFast | None = None
+    """Whose steps are captured too; told before the first capture."""
+    captured_step: CapturedStep | None = None
+    """Stands for the steps of requests which alternate in what is captured and replayed."""
+    captures_alternating = False
+    """Whether that is being captured."""
+    stored = True
+    """Whether the pool has the keys of the rows whose attention is computed; FlashInfer reads them there."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -45,6 +59,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
         # Where prefixes are shared, the tables of a step may name more entries than there are slots.
         spans = getattr(self.kv_pool, "spans", 1)
         self.tables = DeviceTables(spans, rows, max(self.kv_pool.size, self.longest), rows, device)
+        self.flashinfer, reason = flashinfer_prefill.choose(model_runner, spans, device)
+        self.prefill_attention = f"Triton: {reason}" if reason else "FlashInfer"
         self.runner = model_runner
         self.processors = 1
         if device.type == "cuda":
@@ -55,12 +71,79 @@ class TritonAttentionBackend(SpanAttentionBackend):
         """Steps whose page tables the device has written itself."""
         return self.tables.looked_up
 
+    # --- CUDA graphs: what SGLang's runner of captured decode steps asks for ---
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.tables.widen(max_bs, max_num_tokens)
+        if self.slow_fast is not None:
+            device = self.req_to_token.device
+            self.captured_step = CapturedStep(self.slow_fast.compact, self.kv_pool.span, max_bs, device)
+
+    def replays(self, lengths: torch.Tensor) -> bool:
+        """Whether a captured step can take the place of this decode step.
+
+        A captured step is the model's own forward, of which nobody sees the layers and in which no selection is
+        renewed. Its buffers are the first ones, which hold as many entries as the pool has slots.
+
+        Args:
+            lengths: [requests] tokens of each request, on the host.
+        """
+        if self.watched or self.replaced:
+            return False
+        if self.alternating is not None and not self.alternating.renews_nothing:
+            return False
+        return self.tables.first.hold(len(lengths), int(lengths.sum()) + len(lengths), len(lengths))
+
+    @contextmanager
+    def capturing(self, alternating: bool) -> Iterator[None]:
+        """Within it a step is captured, of requests that all read everything or of such as alternate."""
+        self.captures_alternating = alternating
+        try:
+            yield
+        finally:
+            self.captures_alternating = False
+
+    def set_batch(self, batch: Batch) -> None:
+        super().set_batch(batch)
+        self.padded_to = 0
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: "ForwardBatch", in_capture: bool = False
+    ) -> None:
+        """Fill the buffers that a captured step reads; before a capture with dummies alone.
+
+        Args:
+            forward_batch: filled up to a size that is captured, its last ``num_padding`` requests made up.
+        """
+        if in_capture:
+            none = np.zeros(0, np.int64)
+            self.set_batch(Batch.plain(none, none, [], none))
+        else:
+            assert self.rows is not None and forward_batch.seq_lens_cpu is not None
+            rows = self.rows.cpu().numpy()
+            assert len(rows) == forward_batch.batch_size - forward_batch.num_padding
+            # A part of what the next step is filled into.
+            lengths = forward_batch.seq_lens_cpu[: len(rows)].cpu().numpy().copy()
+            self.set_decode_batch(rows, lengths)
+        self.padded_to = forward_batch.batch_size
+        views = [self.views[span] for span in range(self.tables.spans)]
+        there = [self.device_view(span * self.kv_pool.span, view) for span, view in enumerate(views)]
+        if self.captures_alternating or self.alternating is not None:
+            assert self.captured_step is not None
+            self.captured_step.fill(self.padded_to, self.alternating, views, there)
+
+    def shared_read_ends(self, fm: "ForwardMode") -> SharedReadEnds:
+        # A captured step reads its own buffers only; SGLang's tables are read when these are filled.
+        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else super().shared_read_ends(fm)
+
+    # --- views on the device ---
+
     def device_view(self, layer_id: int, span_view: SpanView) -> DeviceView:
         """The view in the buffers of the layer's span."""
         span = self.span_of(layer_id)
-        if isinstance(span_view, TableView) and not self.tables.holds(span, span_view):
+        if isinstance(span_view, TableView) and not self.tables.holds(span, span_view, self.padded_to):
             self._look_up()
-        return self.tables.fill(span, span_view)
+        return self.tables.fill(span, span_view, self.padded_to)
 
     def _look_up(self) -> None:
         """Have the device write what it can of this step's lists; nothing waits for it, nor it for the host.
@@ -76,7 +159,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
                 self.memory, len(self.req_to_token), self.longest, self.req_to_token.device
             )
         self.mirror.refresh(self.batch.rows.tolist())
-        self.tables.look_up(views, self.mirror, self.req_to_token)
+        self.tables.look_up(views, self.mirror, self.req_to_token, self.padded_to)
         done = torch.get_device_module(self.req_to_token.device).Event()
         done.record()
         self.runner.shared_read_done_event = done
@@ -86,6 +169,9 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
+        if self.captures_alternating:
+            assert self.captured_step is not None
+            return self.captured_step.attend(layer.layer_id, query, self._pool(layer), there, layer.scaling)
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         # From shapes alone: a captured launch serves any lengths.
         splits = pick_splits(len(query) * layer.tp_k_head_num, self.longest, self.processors)
@@ -101,6 +187,25 @@ class TritonAttentionBackend(SpanAttentionBackend):
         )
         return output
 
+    def _alternate(
+        self, step: Step, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView
+    ) -> torch.Tensor:
+        there = self.device_view(layer.layer_id, span_view)
+        return step.attend(layer.layer_id, query, self._pool(layer), span_view, layer.scaling, there)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        self.stored = save_kv_cache or k is None
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **others)
+
     def extend(
         self,
         query: torch.Tensor,
@@ -112,10 +217,22 @@ class TritonAttentionBackend(SpanAttentionBackend):
     ) -> None:
         there = self.device_view(layer.layer_id, span_view)
         pool = self._pool(layer)
+        flashinfer = self.flashinfer
+        if (
+            flashinfer is not None
+            and self.stored
+            and skipped is None
+            and flashinfer.takes(query, pool, there)
+        ):
+            flashinfer.attend(
+                self.span_of(layer.layer_id), span_view, there, query, pool, layer.scaling, output
+            )
+            return
         if new is None:
             new = pool[0][there.write], pool[1][there.write]
         prefixes = there.prefixes if skipped is None else self._prefixes(span_view, skipped)
-        tiles = triton.cdiv(there.most_new * (layer.tp_q_head_num // layer.tp_k_head_num), TILE)
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        tiles = tiles_of(there.most_new, group, query.element_size())
         programs = tiles * len(prefixes) * layer.tp_k_head_num
         paged_extend(
             query,

@@ -34,6 +34,7 @@ from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tok
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
 from fathom.runtime.sglang_host.tails import Tails
+from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
 
 UNCHUNKED = 1 << 30
 
@@ -95,6 +96,8 @@ class FathomWorker(TpModelWorker):
             draft_cache.install(self.draft_side)
 
     def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
+        if isinstance(backend := self.model_runner.attn_backend, TritonAttentionBackend):
+            backend.slow_fast = self.slow_fast
         super().init_cuda_graphs(*args, **kwargs)
         if self.draft_worker is not None:
             self.draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
@@ -209,7 +212,7 @@ class FathomWorker(TpModelWorker):
     def _step_around(self, forward: Any, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         """SGLang's own step, from its input buffers to its sampler, around another forward of the model."""
         model, backend = self.model_runner.model, self.model_runner.attn_backend
-        model.forward = forward
+        model.forward, backend.replaced = forward, True
         # Where steps overlap, SGLang's worker puts sampling with a grammar off until the last result is known.
         overlaps, self.enable_overlap = self.enable_overlap, self.enable_overlap and not self.proposals
         try:
@@ -217,7 +220,7 @@ class FathomWorker(TpModelWorker):
         finally:
             self.enable_overlap = overlaps
             del model.forward
-            backend.taps = {}
+            backend.replaced, backend.taps = False, {}
 
     def _entered(self, request: Req) -> np.ndarray | None:
         """Positions of a complete prompt that the draft let into the target; None for all."""

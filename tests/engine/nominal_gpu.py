@@ -2,8 +2,8 @@
 
 Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device ``hostgpu`` are wrappers: their
 operations run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has
-to be copied before NumPy may see it. Whatever would run on streams runs in order. Engine processes begin with this
-file.
+to be copied before NumPy may see it. Whatever would run on streams runs in order. A graph is the list of operations
+and launches that were captured, done again on the same memory. Engine processes begin with this file.
 """
 
 import contextlib
@@ -63,6 +63,7 @@ class GpuTensor(torch.Tensor):
         return f"GpuTensor({self.raw!r})"
 
     def tolist(self):
+        assert Graph.capturing is None, "a captured step would wait for the device"
         return self.raw.tolist()
 
     def data_ptr(self):
@@ -91,11 +92,21 @@ def run(func, args, kwargs):
     if there and others and func not in TAKE_BOTH:
         raise RuntimeError(f"{func}: expected all tensors on one device, found {[x.device for x in tensors]}")
     device = kwargs.get("device")
+    given = there
     if device is not None:
         there = torch.device(device).type == NAME
         kwargs = kwargs | {"device": torch.device("cpu") if there else device}
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    result = func(*tree_map(values, args), **tree_map(values, kwargs))
+    args, kwargs = tree_map(values, (args, kwargs))
+    result = func(*args, **kwargs)
+    if graph := Graph.capturing:
+        crosses = (given and not there) or (there and others)
+        if crosses or (given and not any(map(is_tensor, tree_leaves(result)))):
+            raise RuntimeError(
+                f"{func}: a captured step would wait for the device, or read the host's memory"
+            )
+        if there:
+            graph.add(func, args, kwargs, result)
     if not there:
         return result
     own = {id(x.raw): x for x in tensors if isinstance(x, GpuTensor)}
@@ -110,6 +121,70 @@ def run(func, args, kwargs):
 
 def values(x):
     return x.raw if isinstance(x, GpuTensor) else x
+
+
+class Graph:
+    """A captured step: its operations and launches, done again by :meth:`replay` on the memory they were given."""
+
+    capturing = None
+
+    def __init__(self, *_, **__):
+        self.work, self.made = [], []
+
+    def add(self, func, args, kwargs, result):
+        """An operation; what it made is written to the same place when it is done again."""
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if is_tensor(x)}
+        made = [
+            x for x in tree_leaves(result) if is_tensor(x) and x.untyped_storage().data_ptr() not in given
+        ]
+        self.made += made
+
+        def again():
+            new = (
+                [x for x in tree_leaves(func(*args, **kwargs)) if is_tensor(x)]
+                if made
+                else func(*args, **kwargs)
+            )
+            for old, value in zip(made, new if made else (), strict=True):
+                old.copy_(value)
+
+        self.work.append(again)
+
+    def replay(self):
+        for again in self.work:
+            again()
+
+
+def is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+@contextlib.contextmanager
+def capture(cuda_graph, **_):
+    """As ``torch.cuda.graph``; what was computed meanwhile cannot be read, as nothing was."""
+    Graph.capturing = cuda_graph
+    try:
+        yield
+    finally:
+        Graph.capturing = None
+    for tensor in cuda_graph.made:
+        tensor.fill_(
+            float("nan") if tensor.is_floating_point() else True if tensor.dtype == torch.bool else 113
+        )
+
+
+def launch(self, *args, **kwargs):
+    """A Triton kernel in the interpreter, as part of the graph that is being captured."""
+    graph, Graph.capturing = Graph.capturing, None
+    try:
+        if graph:
+            graph.work.append(lambda: grid_launch(self, *args, **kwargs))
+        return grid_launch(self, *args, **kwargs)
+    finally:
+        Graph.capturing = graph
+
+
+grid_launch = interpreter.GridExecutor.__call__
 
 
 class Stream:
@@ -139,6 +214,10 @@ class Module(backend_registration._DummyBackendModule):
         return contextlib.nullcontext()
 
     StreamContext = stream
+    graph = staticmethod(capture)
+
+    def is_current_stream_capturing(self):
+        return Graph.capturing is not None
 
     def mem_get_info(self, *_):
         return 4 << 30, 8 << 30
@@ -157,6 +236,9 @@ class NominalPlatform(platform.FathomCudaPlatform):
 
     def get_device(self, device_id=0):
         return NAME
+
+    def get_dispatch_key_name(self):
+        return "native"
 
     def is_pin_memory_available(self, device=None):
         return False
@@ -189,6 +271,8 @@ def install():
     engine_args.GPU_RULES = engine_args.GPU_RULES[1:]  # all but the device's name
     unwrap = interpreter._unwrap_tensor
     interpreter._unwrap_tensor = lambda x: values(unwrap(x))
+    interpreter.GridExecutor.__call__ = launch
+    torch.cuda.CUDAGraph = Graph
     Nominal().__enter__()
 
 

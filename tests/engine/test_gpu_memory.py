@@ -27,7 +27,10 @@ def worker(layers, kv_heads=8, head_dim=128):
         dtype=torch.bfloat16,
     )
     runner = SimpleNamespace(
-        layer_info=SimpleNamespace(num_effective_layers=layers), kv_cache_dtype=torch.bfloat16
+        layer_info=SimpleNamespace(num_effective_layers=layers),
+        kv_cache_dtype=torch.bfloat16,
+        model_config=config,
+        device="cpu",
     )
     return SimpleNamespace(model_config=config, model_runner=runner, ps=SimpleNamespace(tp_size=1))
 
@@ -55,6 +58,19 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     slot = 2 * 16 * 8 * 64 * 2
     assert drafted.per_token == tables + 4 * slot  # a virtual slot per span
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
+
+
+def test_flashinfers_workspaces_are_counted_where_it_is_taken(layout, monkeypatch):
+    """One integer workspace per span of the target, one for the draft, and a float workspace for each."""
+    drafts = worker(32), worker(16, head_dim=64)
+    without = gpu_memory.reserve_of(*drafts)
+    monkeypatch.setattr(gpu_memory.flashinfer_prefill, "why_not", lambda *_: "")
+    monkeypatch.setattr(gpu_memory.flashinfer_prefill, "processors_of", lambda device: 100)
+    floats = 32 * (200 // 8) * 128 * 4 * (129 + 65)
+    workspaces = 5 * (8 * MIB + 4 * 32768)
+    reserve = gpu_memory.reserve_of(*drafts)
+    assert reserve.fixed - without.fixed == floats + workspaces
+    assert reserve.per_token == without.per_token
 
 
 def test_sglang_sizes_its_pool_with_it(monkeypatch):

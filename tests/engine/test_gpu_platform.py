@@ -52,8 +52,8 @@ def test_depth_pages_on_a_gpu_that_is_not_there(monkeypatch):
 REFUSED = {
     ("--attention-backend", "triton"): "no other backend reads depth pages",
     ("--decode-attention-backend=triton",): "no other backend reads depth pages",
-    ("--cuda-graph-backend-decode", "full"): "no step has been captured",
-    ("--cuda-graph-config", '{"decode":{"backend":"full"}}'): "no step has been captured",
+    ("--cuda-graph-backend-decode", "breakable"): "a decode step is captured as a whole",
+    ("--cuda-graph-config", '{"prefill":{"backend":"full"}}'): "prefill drops rows between layers",
     ("--sampling-backend", "flashinfer"): "SGLang's PyTorch sampler",
     ("--tp-size", "2"): "needs one GPU",
     ("--device", "cpu"): "needs --device cuda",
@@ -99,14 +99,15 @@ def run(script, *arguments):
 @pytest.fixture(scope="module")
 def built(tiny_model):
     """SGLang's arguments as resolved, or why they were refused, by flags."""
-    asked = [("--page-size", "16"), *REFUSED]
+    asked = [("--page-size", "16"), ("--disable-cuda-graph",), *REFUSED]
     return dict(zip(asked, json.loads(run(BUILD, str(tiny_model), json.dumps(asked))), strict=True))
 
 
 def test_what_is_asked_of_sglang(built):
     # The pool of a GPU is measured, not limited to a share of the host's memory.
-    want = ["cuda", "fathom_triton", "pytorch", False, "disabled", "disabled", 16, None]
+    want = ["cuda", "fathom_triton", "pytorch", False, "full", "disabled", 16, None]
     assert built["--page-size", "16"] == want
+    assert built[("--disable-cuda-graph",)][4:6] == ["disabled", "disabled"]
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -119,9 +120,10 @@ INSTALL = """
     torchvision_ops.declare()
     import sglang.srt.platforms as platforms
     from fathom.runtime.sglang_host import platform, process, seams
+    from sglang.srt.models import qwen3_moe  # was there first
     platforms._current_platform = platform.FathomCudaPlatform()
     seams.verify("scheduler")
-    process.install(depth_span=2)
+    process.install(depth_span=2, gpu_prefill="triton")
 
     import torch, torch._dynamo
     from sglang.kernels.fused_op import BaseFusedOp
@@ -130,19 +132,41 @@ INSTALL = """
     from sglang.srt.managers import scheduler
     from sglang.srt.mem_cache import registry
     from fathom.kernels.murmur_hash import murmur_hash32
-    from fathom.runtime.sglang_host import draft_model, kv_tree, triton_attention
+    from fathom.runtime.sglang_host import decode_graphs, draft_model, flashinfer_prefill, gpu_ops, kv_tree
+    from fathom.runtime.sglang_host import triton_attention
     from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
     from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 
     here = platforms.current_platform
     assert scheduler.Scheduler.__name__ == "FathomScheduler"
     assert here.get_mha_kv_pool_cls() is DepthKvPool and here.get_paged_allocator_cls() is DepthAllocator
-    assert here.is_out_of_tree() and here.get_dispatch_key_name() == "native"
-    assert not here.support_cuda_graph() and not here.support_piecewise_cuda_graph()
+    assert here.is_out_of_tree() and here.get_dispatch_key_name() == "cuda"
+    assert here.get_graph_runner_cls() is decode_graphs.DecodeGraphRunner
+    assert here.support_cuda_graph() and not here.support_piecewise_cuda_graph()
     assert (LAYOUT.used, LAYOUT.span) == (True, 2)
+    assert flashinfer_prefill.OPTIONS.prefill == "triton"
     assert registry.default_radix_cache_factory is kv_tree.factory
     assert sampler.murmur_hash32 is murmur_hash32
-    assert not torch._dynamo.config.disable and not BaseFusedOp._oot_forward_registry
+    assert not torch._dynamo.config.disable
+
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+    from sglang.srt.models import utils
+
+    registered = BaseFusedOp._oot_forward_registry
+    assert set(registered) == {"cuda"} and set(registered["cuda"].values()) == {gpu_ops.forward_rotary}
+    for layer in (RMSNorm, SiluAndMul):  # SGLang's own kernels
+        made = layer.__new__(layer)
+        assert made._resolve_forward_method() == made.forward_cuda
+    for size, forward in ((128, "cuda"), (80, "native")):
+        rotary = Llama3RotaryEmbedding.__new__(Llama3RotaryEmbedding)
+        torch.nn.Module.__init__(rotary)
+        rotary.head_size = size
+        setattr(rotary, "forward_" + forward, lambda *args: args)
+        assert rotary._resolve_forward_method()(1, 2) == (1, 2)
+    # A model that writes keys while it rotates them would take virtual slots for places in the pool.
+    assert not utils.enable_fused_set_kv_buffer(None) and not qwen3_moe.enable_fused_set_kv_buffer(None)
 
     class Runner:
         device = "cuda"

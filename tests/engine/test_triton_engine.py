@@ -38,6 +38,7 @@ FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
     *("--gpu-depth-pages", "--device", "hostgpu"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
+    *("--cuda-graph-bs-decode", "1", "4"),
 )
 
 
@@ -71,11 +72,11 @@ def expected(models, triggers):
     model = LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
     draft = drafted.Draft(models[1])
 
-    def generate(prompt, policy):
+    def generate(prompt, policy, tokens):
         told = combined.of_policy(
             policy, prompt, TSP, lambda rate: draft.kept(prompt, rate, steps=LOOKAHEAD), SETTINGS, triggers
         )
-        return combined.generate(model, prompt, NEW_TOKENS, *told)
+        return combined.generate(model, prompt, tokens, *told)
 
     return generate
 
@@ -100,8 +101,8 @@ def answers(server):
     return ask_all(server, plain) | ask_all(server, special)
 
 
-def check(expected, name, answer):
-    want, meta = expected(prompt_of(name), POLICIES[name]), answer["meta_info"]
+def check(expected, name, answer, tokens=NEW_TOKENS):
+    want, meta = expected(prompt_of(name), POLICIES[name], tokens), answer["meta_info"]
     assert answer["output_ids"] == want.tokens
     for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
         row = row.log_softmax(-1)
@@ -128,7 +129,7 @@ def test_answers_are_the_oracles(answers, expected, name):
     assert (report["draft_tokens"] > 0) == ("speculative" in asked)
 
 
-def test_steps_overlap_and_the_device_writes_their_page_tables(server, answers):
+def test_steps_overlap_are_replayed_and_the_device_writes_their_page_tables(server, answers):
     before = server.engine()
     for policy in ({}, MECHANISMS["FastKV"], MECHANISMS["SPEED"]):
         ask(server, prompt_of("overlapping"), policy, 8)
@@ -136,6 +137,36 @@ def test_steps_overlap_and_the_device_writes_their_page_tables(server, answers):
     grown = {name: engine[name] - before[name] for name in ("overlapped_steps", "looked_up_steps")}
     assert grown["overlapped_steps"] >= 3 * 6  # of 7 decode steps each
     assert grown["looked_up_steps"] >= 3 * 7
+    assert engine["replayed_steps"]["dense"] - before["replayed_steps"]["dense"] >= 3 * 7
+
+
+def test_captured_steps_serve_batches_of_other_sizes(server, answers, expected):
+    """Two and three requests in steps that were captured with four: what fills them up changes nobody's KV."""
+    tokens = {"dense": 3, "SPEED": 6, "FastKV": 9}
+    before = server.engine()["replayed_steps"]["dense"]
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        asked = {
+            name: pool.submit(ask, server, prompt_of(name), POLICIES[name], count)
+            for name, count in tokens.items()
+        }
+    assert server.engine()["replayed_steps"]["dense"] - before >= max(tokens.values()) - 1
+    for name, answer in asked.items():
+        check(expected, name, answer.result(), tokens[name])
+
+
+def test_steps_that_renew_no_selection_are_replayed(server, answers, expected):
+    """Fast steps, of one request and beside others that read everything; slow ones are computed layer by layer."""
+    before, tokens = server.engine()["replayed_steps"]["alternating"], 12
+    alone = ask(server, prompt_of("SFI"), POLICIES["SFI"], tokens)
+    fast = check(expected, "SFI", alone, tokens)["fast_steps"]
+    replayed = server.engine()["replayed_steps"]["alternating"] - before
+    assert replayed == fast > 4
+    names = ["SFI", "dense", "SPEED"]
+    with ThreadPoolExecutor(len(names)) as pool:
+        asked = {name: pool.submit(ask, server, prompt_of(name), POLICIES[name], tokens) for name in names}
+    for name, answer in asked.items():
+        check(expected, name, answer.result(), tokens)
+    assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 4
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):

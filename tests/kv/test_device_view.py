@@ -11,7 +11,7 @@ from fathom.kernels.paged_extend import paged_extend_reference
 from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.view import SpanView
 
-SLOTS, HEADS, KV_HEADS, DIM = 60, 4, 2, 8
+SLOTS, HEADS, KV_HEADS, DIM = 120, 4, 2, 8
 
 
 def span_view(lengths, new, seed=0):
@@ -102,6 +102,22 @@ def test_what_does_not_fit_gets_larger_buffers(sizes):
         view = span_view(lengths, [2] * 5, seed)
         parts = np.split(view.slots, view.entry[1:-1])
         assert numbers_of(tables.fill(0, view), 5) == [part.tolist() for part in parts]
+    assert tables.grown == 1
+
+
+def test_steps_that_fit_stay_in_the_first_buffers():
+    """A step that is too large for them takes larger ones; captured launches find the next one where it was."""
+    tables = DeviceTables(1, segments=8, entries=64, rows=8, device="cpu")
+    tables.widen(9, 9)
+    places = []
+    for seed, lengths in enumerate([[3, 9], [50, 40], [5, 3], [60, 50], [9, 2]]):
+        view = span_view(lengths, [1, 1], seed)
+        there = tables.fill(0, view, padded_to=9)
+        places.append(tuple(addresses(there)))
+        parts = np.split(view.slots, view.entry[1:-1])
+        assert numbers_of(there, 9) == [*(part.tolist() for part in parts), *[[0]] * 7]
+        assert there.first.tolist() == there.begin[:2].tolist()
+    assert len({places[0], places[2], places[4]}) == 1 and places[1] == places[3] != places[0]
     assert tables.grown == 1
 
 

@@ -15,6 +15,7 @@ from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.memory import Growth, KvMemory, pages_taken
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.pages import OutOfPages, pages_of
+from fathom.runtime.kv.prefix import UNBACKED
 from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import SCORED, PrefillPlan, Step
 
@@ -217,7 +218,8 @@ class RetentionMachine(RuleBasedStateMachine):
             np.ones(len(ready), np.int64),
         )
         views, tables = Views(self.memory, batch), self.memory.tables
-        device_views, device = self.on_a_device(batch)
+        padded_to = len(ready) + int(batch.lengths.sum()) % 3
+        device_views, device = self.on_a_device(batch, padded_to)
         for span in range(LAYERS):
             wanted = [
                 slots(tables.pages(request.row, span), tables.length(request.row, span))
@@ -229,23 +231,27 @@ class RetentionMachine(RuleBasedStateMachine):
             assert view.slots.tolist() == [slot for own in wanted for slot in own]
             assert view.write.tolist() == [own[-1] for own in wanted]
             assert view.query.tolist() == list(range(len(ready) + 1))
-            there = device.fill(span, device_views[span])
+            there = device.fill(span, device_views[span], padded_to)
+            dummies = padded_to - len(ready)
             bounds = [there.begin, there.begin + there.lengths]
             begins_and_ends = zip(*(bound.tolist() for bound in bounds), strict=True)
-            assert [there.table[begin:end, 0].tolist() for begin, end in begins_and_ends] == wanted
-            assert there.write.tolist() == [own[-1] for own in wanted]
+            found = [there.table[begin:end, 0].tolist() for begin, end in begins_and_ends]
+            assert found == wanted + [[UNBACKED]] * dummies
+            assert there.write.tolist() == [own[-1] for own in wanted] + [UNBACKED] * dummies
             for i, own in enumerate(wanted):
                 for begin in (len(own) // 2, len(own)):
                     assert Views(self.memory, batch)[span].part(i, begin, len(own)).tolist() == own[begin:]
 
-    def on_a_device(self, batch):
+    def on_a_device(self, batch, padded_to):
         """What a device that mirrors the tables writes by itself; never the host's own lists."""
         for row, slots in zip(batch.rows.tolist(), batch.slots, strict=True):
             self.request_table[row, : len(slots)] = torch.from_numpy(slots)
         unknown = Batch.plain(batch.rows, batch.lengths, Unknown(), batch.new)
         views = Views(self.memory, unknown)
         self.mirror.refresh(batch.rows.tolist())
-        self.device.look_up([views[span] for span in range(LAYERS)], self.mirror, self.request_table)
+        self.device.first.write.fill_(99)
+        given = [views[span] for span in range(LAYERS)]
+        self.device.look_up(given, self.mirror, self.request_table, padded_to)
         return views, self.device
 
     @invariant()

@@ -70,6 +70,12 @@ MISTAKES = [
     (["serve", "x", "--decode", "slow"], 2, '--decode must be one of "slow_fast", "full", got "slow"'),
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--draft-cost", "1.5"], 2, "--draft-cost must be in [0, 1], got 1.5"),
+    (
+        ["serve", "x", "--gpu-prefill-attention", "triton"],
+        2,
+        "--gpu-prefill-attention triton needs --gpu-depth-pages",
+    ),
+    (["serve", "x", "--gpu-prefill-attention", "fa3"], 2, "--gpu-prefill-attention: invalid choice: 'fa3'"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
@@ -243,6 +249,12 @@ def test_options_are_split_between_us_and_the_engine(model):
     named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
     assert named.name == "m"
     assert "warning" not in named.engine_flags and named.engine_flags.count("--served-model-name") == 1
+
+
+def test_what_computes_prefill_on_a_gpu(model):
+    depth_pages = [str(model), "--gpu-depth-pages"]
+    assert serve.plan(depth_pages).face.gpu_prefill == "auto"
+    assert serve.plan([*depth_pages, "--gpu-prefill-attention", "triton"]).face.gpu_prefill == "triton"
 
 
 def test_the_operators_preset_waits_for_the_model(model):

@@ -1,0 +1,67 @@
+"""Decode steps that are captured once per batch size and replayed, over depth pages."""
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+DENSE, ALTERNATING = "dense", "alternating"
+
+
+class Variants:
+    """What is captured of each batch size: requests that read everything, and such as decode slow and fast.
+
+    Of the form of SGLang's ``AttentionGraphVariants``.
+    """
+
+    def __init__(self, backend: TritonAttentionBackend) -> None:
+        self.backend = backend
+
+    @property
+    def capture_labels(self) -> tuple[str, ...]:
+        return (DENSE,) if self.backend.slow_fast is None else (DENSE, ALTERNATING)
+
+    def select(self, forward_batch: "ForwardBatch") -> str:
+        return DENSE if self.backend.alternating is None else ALTERNATING
+
+
+class DecodeGraphRunner(DecodeCudaGraphRunner):
+    """SGLang's runner of captured decode steps, asked for those that a captured step can take the place of.
+
+    Attributes:
+        replayed: how many steps were replayed, by what was captured.
+    """
+
+    attn_backend: TritonAttentionBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.replayed = {DENSE: 0, ALTERNATING: 0}
+        super().__init__(*args, **kwargs)
+
+    @property
+    def attention_graph_variants(self) -> Variants:
+        return Variants(self.attn_backend)
+
+    @attention_graph_variants.setter
+    def attention_graph_variants(self, _: Any) -> None:
+        """SGLang's own are of models that our backend does not serve."""
+
+    def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
+        with self.attn_backend.capturing(ALTERNATING in args):
+            super().capture_one_shape(size, forward, *args)
+
+    def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
+        lengths = forward_batch.seq_lens_cpu
+        return (
+            lengths is not None
+            and self.attn_backend.replays(lengths)
+            and super().can_run_graph(forward_batch)
+        )
+
+    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
+        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
+        return super().execute(forward_batch, *args, **kwargs)
