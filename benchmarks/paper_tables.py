@@ -1,21 +1,19 @@
 """The papers' efficiency tables with ours beside them: `python -m fathom.benchmarks.paper_tables [options]`.
 
 Random weights of the papers' shapes, no download, the engine without HTTP. The dense baseline is the same engine
-with everything off; SGLang's own path is a second engine, started before it. Before a number is printed, the
-scheduler's own account of each request has shown that its mechanism ran. Sizes, lengths and tables are options:
-`--target tiny --draft tiny-draft --sfi-target tiny-qwen3 --lengths 512` runs on two CPU cores.
+with everything off; SGLang's own path is a second engine, started before it, on a GPU with FlashInfer. Before a
+number is printed, the scheduler's own account of each request has shown that its mechanism ran. Sizes, lengths and
+tables are options: `--target tiny --draft tiny-draft --sfi-target tiny-qwen3 --lengths 512` runs on two CPU cores.
 """
 
 import argparse
 import json
 import platform
-import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,7 @@ torchvision_ops.declare()  # spawned processes import this module first
 from fathom.benchmarks import paper_figures as papers  # noqa: E402
 from fathom.benchmarks import paper_kernels, paper_shapes  # noqa: E402
 from fathom.benchmarks.args import result_file  # noqa: E402
-from fathom.benchmarks.client import BenchError  # noqa: E402
-from fathom.benchmarks.model import FIRST_WORD  # noqa: E402
-from fathom.benchmarks.stats import order  # noqa: E402
+from fathom.benchmarks.paper_engine import Cell, Processes, Setup, Variant, Work  # noqa: E402
 from fathom.runtime import cost  # noqa: E402
 from fathom.runtime.config import Policy  # noqa: E402
 from fathom.runtime.plan import choose_span, choose_tsp_layer  # noqa: E402
@@ -36,37 +32,36 @@ from fathom.runtime.sfi import options as sfi_options  # noqa: E402
 
 TABLES = ("speed", "fastkv", "specprefill", "combination", "sfi", "kernels")
 STOCK, DENSE = "sglang", "dense"
-Run = Callable[[Sequence[list[int]], int, Policy | None], list[Any]]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to serve a prompt.
-
-    Attributes:
-        policy: what its requests ask for; None for stock SGLang's.
-        proof: what the scheduler's account must show.
-    """
-
-    name: str
-    policy: Policy | None
-    proof: Callable[[dict[str, Any]], bool]
+def fewer(account: dict[str, Any], name: str) -> bool:
+    """Whether a count of tokens is below those of the prompt."""
+    return account[name] < account["prompt_tokens"]
 
 
-@dataclass
-class Cell:
-    """Medians over the rounds of one variant at one prompt length.
+def whole(account: dict[str, Any]) -> bool:
+    """Served dense."""
+    return not fewer(account, "kept_tokens") and account["fast_steps"] == 0
 
-    Attributes:
-        ttft, tpot: seconds, mean over the batch.
-        rate: output tokens per second of the batch, from the first output to the last.
-        account: the scheduler's account of a request of the last round.
-    """
 
-    ttft: float
-    tpot: float
-    rate: float
-    account: dict[str, Any] = field(default_factory=dict)
+def shallow(account: dict[str, Any]) -> bool:
+    """Only an anchor and the last token of the prompt above the cutoff."""
+    return account["deep_tokens"] <= 2
+
+
+def chosen_and_drafted(account: dict[str, Any]) -> bool:
+    """Not all of the prompt, and drafted tokens verified."""
+    return fewer(account, "kept_tokens") and account["draft_tokens"] > 0
+
+
+def fast(account: dict[str, Any]) -> bool:
+    """Some steps read a selection."""
+    return account["fast_steps"] > 0
+
+
+def anything(account: dict[str, Any]) -> bool:
+    """Stock SGLang keeps no account."""
+    return True
 
 
 def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list[Variant]:
@@ -75,20 +70,18 @@ def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list
     Args:
         span: layers per depth page; the paper's cutoffs of 32 layers are scaled and rounded to it.
     """
-    found = [Variant(DENSE, Policy(), lambda a: a["kept_tokens"] == a["prompt_tokens"])]
+    found = [Variant(DENSE, Policy(), whole)]
     if "speed" in wanted:
         for cutoff in dict.fromkeys(scaled(k, layers, span) for k in papers.SPEED_CUTOFFS):
             policy = Policy(depth_cutoff=cutoff)
-            found.append(Variant(f"speed-{cutoff}", policy, lambda a: a["deep_tokens"] <= 2))
+            found.append(Variant(f"speed-{cutoff}", policy, shallow))
     if "fastkv" in wanted:
         policy = Policy(tsp_rate=0.2, kv_retention_rate=0.1)
-        found.append(Variant("fastkv", policy, lambda a: a["propagated_tokens"] < a["prompt_tokens"]))
+        found.append(Variant("fastkv", policy, partial(fewer, name="propagated_tokens")))
     if "specprefill" in wanted:
         for rate in (0.1, 0.3, 0.5):
             policy = Policy(prefill_keep_rate=rate, min_prompt_tokens=0)
-            found.append(
-                Variant(f"specprefill-{rate}", policy, lambda a: a["kept_tokens"] < a["prompt_tokens"])
-            )
+            found.append(Variant(f"specprefill-{rate}", policy, partial(fewer, name="kept_tokens")))
     if "combination" in wanted:
         policy = Policy(
             prefill_keep_rate=0.3,
@@ -98,84 +91,13 @@ def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list
             kv_retention_rate=0.2,
             speculative=True,
         )
-        proof = lambda a: a["kept_tokens"] < a["prompt_tokens"] and a["draft_tokens"] > 0  # noqa: E731
-        found.append(Variant("combination", policy, proof))
+        found.append(Variant("combination", policy, chosen_and_drafted))
     return found
 
 
 def scaled(layer: int, layers: int, span: int) -> int:
     """A layer of 32 as a span boundary of this model."""
     return max(span, min(layers - span, round(layer * layers / 32 / span) * span))
-
-
-def prompts_of(length: int, batch: int, vocab: int, seed: str) -> list[list[int]]:
-    """Prompts of random words: the same for each variant of a round."""
-    draw = random.Random(seed)
-    return [[draw.randrange(FIRST_WORD, vocab) for _ in range(length)] for _ in range(batch)]
-
-
-def measure(
-    engine: Any,
-    ways: Sequence[Variant],
-    length: int,
-    args: argparse.Namespace,
-    vocab: int,
-    cached: bool = False,
-) -> dict[str, Cell]:
-    """Each way in turn, forwards and backwards, after one round that does not count.
-
-    Args:
-        cached: compute the prompts before the clock starts, so that decoding alone is timed.
-
-    Raises:
-        BenchError: when an account does not show what its variant is.
-    """
-    batch, output = (args.sfi_batch, args.sfi_output) if cached else (args.batch, args.output)
-    taken: dict[str, list[Cell]] = {way.name: [] for way in ways}
-    for turn in range(-1, args.rounds):
-        for name in order([way.name for way in ways], turn):
-            way = next(way for way in ways if way.name == name)
-            prompts = prompts_of(length, batch, vocab, f"{args.seed}/{length}/{turn}")
-            engine.forget()
-            if cached:
-                engine.run(prompts, 1, way.policy)
-            timed = engine.run(prompts, output, way.policy)
-            check(way, timed)
-            if turn >= 0:
-                taken[name].append(cell_of(timed))
-        print(f"  {length} tokens, round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    return {name: median_of(cells) for name, cells in taken.items()}
-
-
-def check(way: Variant, timed: Sequence[Any]) -> None:
-    """BenchError unless each request was served as its variant says, by the scheduler's own account."""
-    for one in timed:
-        if way.policy is None:
-            if one.account:
-                raise BenchError(f"{way.name}: stock SGLang gave an account of a policy")
-        elif not one.account or not way.proof(one.account):
-            raise BenchError(f"{way.name}: the request was not served so: {one.account}")
-
-
-def cell_of(timed: Sequence[Any]) -> Cell:
-    """One round of one variant."""
-    wall = max(one.last for one in timed) - min(one.first for one in timed)
-    tokens = sum(one.tokens - 1 for one in timed)
-    return Cell(
-        statistics.fmean(one.first for one in timed),
-        statistics.fmean(one.tpot for one in timed),
-        tokens / wall if wall > 0 else 0.0,
-        timed[-1].account,
-    )
-
-
-def median_of(cells: Sequence[Cell]) -> Cell:
-    """Medians of the times; the account of the last."""
-
-    def middle(name: str) -> float:
-        return statistics.median(getattr(cell, name) for cell in cells)
-
-    return Cell(middle("ttft"), middle("tpot"), middle("rate"), cells[-1].account)
 
 
 class Report:
@@ -347,45 +269,49 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def engines(
+def setups(
     size: paper_shapes.Size,
     draft: paper_shapes.Size | None,
     span: int,
     folder: Path,
     args: argparse.Namespace,
-) -> list[tuple[bool, Callable[[], Any]]]:
-    """Whether it is stock, and how it is started, for each engine to measure, the stock one first."""
-    from fathom.runtime.sglang_host.offline import OfflineEngine
-
+    gpu: bool,
+) -> list[Setup]:
+    """The engines to measure, the stock one first."""
     output = max(args.output, args.sfi_output)
     position = max(args.lengths) + output + 64
     flags = ["--model-path", str(paper_shapes.write(size, folder / "target", position, args.dtype))]
-    flags += ["--load-format", "dummy", "--dtype", args.dtype, "--log-level", "error", *args.engine_flags]
-    drafted = list(flags)
+    flags += ["--load-format", "dummy", "--dtype", args.dtype, "--log-level", "error"]
+    ours = list(flags)
     if draft is not None:
         path = paper_shapes.write(draft, folder / "draft", position, args.dtype)
-        drafted += ["--speculative-draft-model-path", str(path)]
-    tsp, sfi = choose_tsp_layer(size.layers, span, None), sfi_options.from_arguments(args)
-    ours = lambda: OfflineEngine(  # noqa: E731
-        drafted, depth_span=span, tsp_layer=tsp, propagation_buffer=max(args.lengths) + output, sfi=sfi
-    )
-    stock = [] if args.no_stock else [(True, lambda: OfflineEngine(flags, stock=True))]
-    return [*stock, (False, ours)]
+        ours += ["--speculative-draft-model-path", str(path)]
+    options = {
+        "depth_span": span,
+        "tsp_layer": choose_tsp_layer(size.layers, span, None),
+        "propagation_buffer": max(args.lengths) + output,
+        "sfi": sfi_options.from_arguments(args),
+    }
+    theirs = [*flags, *(("--attention-backend", "flashinfer") if gpu else ()), *args.engine_flags]
+    found = [Setup([*ours, *args.engine_flags], False, options)]
+    return found if args.no_stock else [Setup(theirs, True), *found]
 
 
 def run_group(
-    starts: Any, ways: list[Variant], vocab: int, args: argparse.Namespace, cached: bool = False
+    engines: Sequence[Setup],
+    ways: Sequence[Variant],
+    work: Work,
+    started: Processes,
+    reports: list[dict[str, Any]],
 ) -> dict[int, dict[str, Cell]]:
-    """Every engine in turn over all lengths: one at a time is in memory."""
-    found: dict[int, dict[str, Cell]] = {length: {} for length in args.lengths}
-    for is_stock, start in starts:
-        mine = [Variant(STOCK, None, lambda a: True)] if is_stock else ways
-        engine = start()
-        try:
-            for length in args.lengths:
-                found[length] |= measure(engine, mine, length, args, vocab, cached)
-        finally:
-            engine.stop()
+    """Every engine in turn over all lengths: one at a time is in memory. ``reports`` gets what they say."""
+    found: dict[int, dict[str, Cell]] = {length: {} for length in work.lengths}
+    for setup in engines:
+        mine = [Variant(STOCK, None, anything)] if setup.stock else ways
+        cells, report = started.run(setup, mine, work)
+        reports.append({"flags": list(setup.flags), "stock": setup.stock, "report": report})
+        for length in work.lengths:
+            found[length] |= cells[length]
     return found
 
 
@@ -401,27 +327,32 @@ def main(argv: Sequence[str]) -> int:
         f"{name}_cost": cost.ModelShape.from_config(size.config(1, args.dtype))
         for name, size in (("target", target), ("draft", draft))
     }
-    with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder:
+    gpu, reports = machine()["gpu"] is not None, list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder, Processes(gpu) as started:
         if set(args.tables) & {"speed", "fastkv", "specprefill", "combination"}:
             ways = variants(target.layers, span, args.output, args.tables)
-            starts = engines(target, draft, span, Path(folder) / "main", args)
-            found = run_group(starts, ways, target.vocab, args)
+            engines = setups(target, draft, span, Path(folder) / "main", args, gpu)
+            work = Work(args.lengths, args.batch, args.output, args.rounds, target.vocab, args.seed)
+            found = run_group(engines, ways, work, started, reports)
             target_tables(report, found, {"target": target, "span": span, **costs}, args)
         if "sfi" in args.tables:
-            proof = lambda a: a["fast_steps"] > 0  # noqa: E731
             ways = [
-                Variant(DENSE, Policy(), lambda a: a["fast_steps"] == 0),
-                Variant("slow_fast", Policy(decode="slow_fast"), proof),
+                Variant(DENSE, Policy(), whole),
+                Variant("slow_fast", Policy(decode="slow_fast"), fast),
             ]
             sfi_span = choose_span(sfi_target.layers, args.depth_span)
-            starts = engines(sfi_target, None, sfi_span, Path(folder) / "sfi", args)
-            rows = sfi_rows(run_group(starts, ways, sfi_target.vocab, args, cached=True))
+            engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
+            size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
+            rows = sfi_rows(
+                run_group(engines, ways, Work(args.lengths, *size, cached=True), started, reports)
+            )
             report.table("Slow-Fast Inference, Figure 4: decode, tokens/s", rows)
     if "kernels" in args.tables:
         paper_kernels.tables(report, target, sfi_target, args)
     if args.out is not None:
         facts = {"machine": machine(), "command": list(argv), "seconds": round(time.time() - begin, 1)}
-        args.out.write_text(json.dumps({**facts, "tables": report.tables}, indent=1) + "\n")
+        facts |= {"engines": reports, "tables": report.tables}
+        args.out.write_text(json.dumps(facts, indent=1) + "\n")
     return 0
 
 

@@ -119,7 +119,7 @@ def _decode_kernel(
     store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     partial,
     partial_lse,

@@ -25,7 +25,7 @@ from fathom.kernels.paged_decode import (
 from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _extend_kernel(
     query,
     new_keys,
@@ -173,6 +173,10 @@ def paged_extend(
     return result.merged()
 
 
+TILES = (16, 32, 64, 128)
+"""Lines (tokens times the query heads of a KV head) of a program, by how many a request has."""
+
+
 def tiles_of(max_new: int, group: int, itemsize: int) -> int:
     """Programs of one split for each request and KV head; ``itemsize`` is the query's, in bytes."""
     constants, _ = _tile(group, 16, 16, 1, max_new * group, itemsize)
@@ -188,7 +192,7 @@ def _tile(
     smaller tile over as many warps.
     """
     half = itemsize == 2
-    rows = max(min(triton.next_power_of_2(lines), 128 if half else 32), MIN_ROWS)
+    rows = max(min(triton.next_power_of_2(lines), TILES[-1] if half else 32), MIN_ROWS)
     small = half and rows <= 32
     constants = {"GROUP": group, "ROWS": rows, "PAGE": page_size, "BLOCK": 64 if small else 32}
     options = {"num_warps": 4 if small else 8, "num_stages": 3 if rows == 128 else 2}

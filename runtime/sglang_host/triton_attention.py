@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
+from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.paged_decode import paged_decode, pick_splits
-from fathom.kernels.paged_extend import paged_extend, tiles_of
+from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
 from fathom.runtime.captured import CapturedStep
 from fathom.runtime.decode import SlowFast, Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
@@ -65,6 +66,27 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if runs_triton(self.tables.first.slots):
+            self._warm_up(model_runner.model_config.num_attention_heads)
+
+    def _warm_up(self, heads: int) -> None:
+        """Compile prefill's kernel for its tile sizes, so that no request waits for it (cached on disk)."""
+        keys, values, first = (
+            self.kv_pool.get_key_buffer(0),
+            self.kv_pool.get_value_buffer(0),
+            self.tables.first,
+        )
+        kv_heads, dim = keys.shape[1:]
+        table, none = (
+            first.slots[0].unsqueeze(1),
+            first.head[0, 0, :1],
+        )  # the dummy slot's row, and no entry of it
+        for lines in TILES:
+            new = max(lines * kv_heads // heads, 1)
+            own = keys.new_zeros(new, kv_heads, dim), values.new_zeros(new, kv_heads, values.shape[2])
+            bounds = torch.arange(2, dtype=torch.int32, device=keys.device) * new
+            query = keys.new_zeros(new, heads, dim)
+            paged_extend(query, *own, keys, values, table, none, none, bounds, new, 1.0)
 
     @property
     def looked_up_steps(self) -> int:

@@ -1,16 +1,19 @@
 """The papers' tables at a size for a CPU: every mechanism ran, and the papers' figures are what the papers print.
 
-About 50 s: three engines are started, one after the other.
+About two minutes: four engines are started, one after the other.
 """
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from fathom.benchmarks import paper_engine, paper_shapes
 from fathom.benchmarks import paper_figures as papers
-from fathom.benchmarks import paper_shapes
+from fathom.benchmarks.paper_engine import Setup, Variant, Work
 
 SIZES = ("--target", "tiny", "--draft", "tiny-draft", "--sfi-target", "tiny-qwen3")
 WORK = (
@@ -30,7 +33,7 @@ POOL = ("--engine-flags", "--max-total-tokens", "4000")
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory):
+def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("paper") / "tables.json"
     command = [
         sys.executable,
@@ -44,9 +47,14 @@ def tables(tmp_path_factory):
     ]
     done = subprocess.run([*command, *POOL], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(out.read_text())["tables"]
-    assert all(f"### {title}" in done.stdout for title in found)
-    return {title.split(":")[0]: rows for title, rows in found.items()}
+    found = json.loads(out.read_text())
+    assert all(f"### {title}" in done.stdout for title in found["tables"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def tables(written):
+    return {title.split(":")[0]: rows for title, rows in written["tables"].items()}
 
 
 def test_every_table_is_there(tables):
@@ -66,6 +74,36 @@ def test_stock_sglang_is_beside_ours(tables):
     assert tables["SPEED, Table 15"][0]["sglang"] > 0
     assert tables["FastKV, Figure 4"][0]["x TTFT of SGLang"] > 0
     assert tables["Slow-Fast Inference, Figure 4"][0]["SGLang"] > 0
+
+
+def test_each_engine_says_what_it_is(written):
+    engines = written["engines"]
+    assert [engine["stock"] for engine in engines] == [True, False] * 2
+    for engine in engines:
+        scheduler = engine["report"].get("scheduler")
+        assert scheduler == (
+            None if engine["stock"] else "fathom.runtime.sglang_host.scheduler.FathomScheduler"
+        )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stock", "depth_pages"), [(True, False, "1"), (True, True, "0"), (False, False, "0")]
+)
+def test_depth_pages_on_a_gpu_are_asked_for_by_our_engine_alone(monkeypatch, gpu, stock, depth_pages):
+    """In the environment of the process that the engine is started in."""
+    seen = []
+
+    def measured(setup, ways, work):
+        seen.append((setup.stock, os.environ["FATHOM_GPU_DEPTH_PAGES"]))
+        return {}, {}
+
+    monkeypatch.setenv("FATHOM_GPU_DEPTH_PAGES", "x")  # as it was is put back
+    monkeypatch.setattr(paper_engine, "_measured", measured)
+    monkeypatch.setattr(paper_engine, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
+    work = Work([8], batch=1, output=2, rounds=1, vocab=512, seed=0)
+    with paper_engine.Processes(gpu) as started:
+        assert started.run(Setup([], stock), [Variant("x", None, bool)], work) == ({}, {})
+    assert seen == [(stock, depth_pages)]
 
 
 def test_kv_saved_is_what_the_cutoff_says(tables):

@@ -1,0 +1,191 @@
+"""The engines behind the papers' tables: each in a process of its own, its variants in turn, its accounts checked.
+
+What SGLang runs on is decided once per process (``runtime/sglang_host/platform.py``), so Fathom's engine and
+SGLang's own are never started in the same one.
+"""
+
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fathom.benchmarks.client import BenchError
+from fathom.benchmarks.model import FIRST_WORD
+from fathom.benchmarks.stats import order
+from fathom.runtime.config import Policy
+from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to serve a prompt.
+
+    Attributes:
+        policy: what its requests ask for; None for stock SGLang's.
+        proof: what the scheduler's account must show; a function of a module.
+    """
+
+    name: str
+    policy: Policy | None
+    proof: Callable[[dict[str, Any]], bool]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of each variant.
+
+    Attributes:
+        lengths: of prompts, in tokens; batch: prompts at a time; output: tokens of each answer.
+        cached: compute the prompts before the clock starts, so that decoding alone is timed.
+    """
+
+    lengths: Sequence[int]
+    batch: int
+    output: int
+    rounds: int
+    vocab: int
+    seed: int
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine.
+
+    Attributes:
+        flags: of ``sglang serve``; stock: SGLang's own scheduler on its own attention.
+        options: of ``OfflineEngine``, for Fathom's.
+    """
+
+    flags: Sequence[str]
+    stock: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Cell:
+    """Medians over the rounds of one variant at one prompt length.
+
+    Attributes:
+        ttft, tpot: seconds, mean over the batch.
+        rate: output tokens per second of the batch, from the first output to the last.
+        account: the scheduler's account of a request of the last round.
+    """
+
+    ttft: float
+    tpot: float
+    rate: float
+    account: dict[str, Any] = field(default_factory=dict)
+
+
+class Processes:
+    """One process for Fathom's engines and one for SGLang's own, each started when it is first needed."""
+
+    def __init__(self, gpu: bool) -> None:
+        """
+        Args:
+            gpu: whether there is one; Fathom's engines keep their KV in depth pages there.
+        """
+        self.gpu = gpu
+        self._by_stock: dict[bool, ProcessPoolExecutor] = {}
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for process in self._by_stock.values():
+            process.shutdown()
+
+    def run(
+        self, setup: Setup, ways: Sequence[Variant], work: Work
+    ) -> tuple[dict[int, dict[str, Cell]], dict[str, Any]]:
+        """Start an engine, measure, and end it.
+
+        Returns:
+            By length and variant what was measured, and what the engine said of itself at its start.
+
+        Raises:
+            BenchError: when an account does not show what its variant is.
+        """
+        if setup.stock not in self._by_stock:
+            # The process reads it when it first looks at SGLang.
+            os.environ[GPU_DEPTH_PAGES] = str(int(self.gpu and not setup.stock))
+            spawned = multiprocessing.get_context("spawn")
+            self._by_stock[setup.stock] = ProcessPoolExecutor(1, spawned)
+        return self._by_stock[setup.stock].submit(_measured, setup, ways, work).result()
+
+
+def _measured(
+    setup: Setup, ways: Sequence[Variant], work: Work
+) -> tuple[dict[int, dict[str, Cell]], dict[str, Any]]:
+    from fathom.runtime.sglang_host.offline import OfflineEngine
+
+    engine = OfflineEngine(setup.flags, stock=setup.stock, **setup.options)
+    try:
+        return {length: measure(engine, ways, length, work) for length in work.lengths}, engine.report
+    finally:
+        engine.stop()
+
+
+def prompts_of(length: int, batch: int, vocab: int, seed: str) -> list[list[int]]:
+    """Prompts of random words: the same for each variant of a round."""
+    draw = random.Random(seed)
+    return [[draw.randrange(FIRST_WORD, vocab) for _ in range(length)] for _ in range(batch)]
+
+
+def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> dict[str, Cell]:
+    """Each way in turn, forwards and backwards, after one round that does not count.
+
+    Raises:
+        BenchError: when an account does not show what its variant is.
+    """
+    taken: dict[str, list[Cell]] = {way.name: [] for way in ways}
+    for turn in range(-1, work.rounds):
+        for name in order([way.name for way in ways], turn):
+            way = next(way for way in ways if way.name == name)
+            prompts = prompts_of(length, work.batch, work.vocab, f"{work.seed}/{length}/{turn}")
+            engine.forget()
+            if work.cached:
+                engine.run(prompts, 1, way.policy)
+            timed = engine.run(prompts, work.output, way.policy)
+            check(way, timed)
+            if turn >= 0:
+                taken[name].append(cell_of(timed))
+        print(f"  {length} tokens, round {turn + 1} of {work.rounds}", file=sys.stderr, flush=True)
+    return {name: median_of(cells) for name, cells in taken.items()}
+
+
+def check(way: Variant, timed: Sequence[Any]) -> None:
+    """BenchError unless each request was served as its variant says, by the scheduler's own account."""
+    for one in timed:
+        if way.policy is None:
+            if one.account:
+                raise BenchError(f"{way.name}: stock SGLang gave an account of a policy")
+        elif not one.account or not way.proof(one.account):
+            raise BenchError(f"{way.name}: the request was not served so: {one.account}")
+
+
+def cell_of(timed: Sequence[Any]) -> Cell:
+    """One round of one variant."""
+    wall = max(one.last for one in timed) - min(one.first for one in timed)
+    tokens = sum(one.tokens - 1 for one in timed)
+    return Cell(
+        statistics.fmean(one.first for one in timed),
+        statistics.fmean(one.tpot for one in timed),
+        tokens / wall if wall > 0 else 0.0,
+        timed[-1].account,
+    )
+
+
+def median_of(cells: Sequence[Cell]) -> Cell:
+    """Medians of the times; the account of the last."""
+
+    def middle(name: str) -> float:
+        return statistics.median(getattr(cell, name) for cell in cells)
+
+    return Cell(middle("ttft"), middle("tpot"), middle("rate"), cells[-1].account)
