@@ -1,45 +1,24 @@
-"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter, in float32.
+"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter.
 
-Every mechanism alone and all together, in common batches, against one oracle with explicit masks: same greedy
-tokens, log-probabilities to 1e-4.
+Every mechanism alone and all together, in common batches, in captured steps and others, against one oracle.
 """
 
-import random
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 from greedy import TOLERANCE, ask
+from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
 from noisy import draft_flags, noisy_copy
-from oracles import combined, drafted, sfi
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
 
-NEW_TOKENS, TSP, LOOKAHEAD = 4, 2, 2
-MECHANISMS = {
-    "dense": {},
-    "SPEED": {"depth_cutoff": 3},
-    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": LOOKAHEAD},
-    "FastKV": {"tsp_rate": 0.4, "kv_retention_rate": 0.3},
-    "SFI": {"decode": "slow_fast"},
-    "drafting": {"speculative": True},
-}
-POLICIES = MECHANISMS | {
-    "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
-}
-SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
-FLAGS = (
-    *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
-    *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
-    *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
-    *("--gpu-depth-pages", "--device", "hostgpu"),
-    *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
-    *("--cuda-graph-bs-decode", "1", "4"),
-)
+FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +47,7 @@ def server(start_process, models):
 
 @pytest.fixture(scope="module")
 def expected(models, triggers):
-    """The oracle's answer to a prompt under a policy: a function."""
-    model = LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
-    draft = drafted.Draft(models[1])
-
-    def generate(prompt, policy, tokens):
-        told = combined.of_policy(
-            policy, prompt, TSP, lambda rate: draft.kept(prompt, rate, steps=LOOKAHEAD), SETTINGS, triggers
-        )
-        return combined.generate(model, prompt, tokens, *told)
-
-    return generate
-
-
-def prompt_of(name):
-    rng = random.Random(name)
-    return [rng.randrange(6, 2000) for _ in range(69)]
-
-
-def ask_all(server, names):
-    """All at once, so that they meet in the engine's batches."""
-    with ThreadPoolExecutor(len(names)) as pool:
-        answers = pool.map(lambda name: ask(server, prompt_of(name), POLICIES[name], NEW_TOKENS), names)
-        return dict(zip(names, answers, strict=True))
+    return Oracle(*models, triggers)
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +58,6 @@ def answers(server):
     return ask_all(server, plain) | ask_all(server, special)
 
 
-def check(expected, name, answer, tokens=NEW_TOKENS):
-    want, meta = expected(prompt_of(name), POLICIES[name], tokens), answer["meta_info"]
-    assert answer["output_ids"] == want.tokens
-    for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
-        row = row.log_softmax(-1)
-        got = [value for value, _, _ in entries]
-        assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
-    return meta["fathom"]
-
-
 def test_what_runs(server):
     engine = server.engine()
     assert engine["attention_backend"] == "fathom.runtime.sglang_host.triton_attention.TritonAttentionBackend"
@@ -119,7 +66,7 @@ def test_what_runs(server):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_answers_are_the_oracles(answers, expected, name):
-    report = check(expected, name, answers[name])
+    report = expected.check(name, answers[name])
     asked = POLICIES[name]
     assert (report["kept_tokens"] < 69) == bool(
         {"depth_cutoff", "prefill_keep_rate", "tsp_rate"} & set(asked)
@@ -151,27 +98,27 @@ def test_captured_steps_serve_batches_of_other_sizes(server, answers, expected):
         }
     assert server.engine()["replayed_steps"]["dense"] - before >= max(tokens.values()) - 1
     for name, answer in asked.items():
-        check(expected, name, answer.result(), tokens[name])
+        expected.check(name, answer.result(), tokens[name])
 
 
 def test_steps_that_renew_no_selection_are_replayed(server, answers, expected):
     """Fast steps, of one request and beside others that read everything; slow ones are computed layer by layer."""
     before, tokens = server.engine()["replayed_steps"]["alternating"], 12
     alone = ask(server, prompt_of("SFI"), POLICIES["SFI"], tokens)
-    fast = check(expected, "SFI", alone, tokens)["fast_steps"]
+    fast = expected.check("SFI", alone, tokens)["fast_steps"]
     replayed = server.engine()["replayed_steps"]["alternating"] - before
     assert replayed == fast > 4
     names = ["SFI", "dense", "SPEED"]
     with ThreadPoolExecutor(len(names)) as pool:
         asked = {name: pool.submit(ask, server, prompt_of(name), POLICIES[name], tokens) for name in names}
     for name, answer in asked.items():
-        check(expected, name, answer.result(), tokens)
+        expected.check(name, answer.result(), tokens)
     assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 4
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):
     for name, answer in ask_all(server, ["dense", "everything"]).items():
-        check(expected, name, answer)
+        expected.check(name, answer)
         assert answer["meta_info"]["cached_tokens"] >= 64
 
 

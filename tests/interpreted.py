@@ -1,0 +1,74 @@
+"""What engines whose kernels run in Triton's interpreter are asked, and the oracle's answers.
+
+Short prompts, few tokens, every mechanism alone and all together, in float32: same greedy tokens, log-probabilities
+to 1e-4.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from greedy import TOLERANCE, ask
+from oracles import combined, drafted, sfi
+from transformers import LlamaForCausalLM
+
+NEW_TOKENS, TSP, LOOKAHEAD = 4, 2, 2
+MECHANISMS = {
+    "dense": {},
+    "SPEED": {"depth_cutoff": 3},
+    "SpecPrefill": {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": LOOKAHEAD},
+    "FastKV": {"tsp_rate": 0.4, "kv_retention_rate": 0.3},
+    "SFI": {"decode": "slow_fast"},
+    "drafting": {"speculative": True},
+}
+POLICIES = MECHANISMS | {
+    "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
+}
+SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+FLAGS = (
+    *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
+    *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
+    *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
+    *("--gpu-depth-pages", "--device", "hostgpu"),
+    *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
+)
+
+
+def prompt_of(name):
+    rng = random.Random(name)
+    return [rng.randrange(6, 2000) for _ in range(69)]
+
+
+def ask_all(server, names):
+    """All at once, so that they meet in the engine's batches."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = pool.map(lambda name: ask(server, prompt_of(name), POLICIES[name], NEW_TOKENS), names)
+        return dict(zip(names, answers, strict=True))
+
+
+class Oracle:
+    """Answers of a target and its draft, with explicit masks."""
+
+    def __init__(self, target, draft, triggers):
+        self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.draft, self.triggers = drafted.Draft(draft), triggers
+
+    def check(self, name, answer, tokens=NEW_TOKENS):
+        """An answer of ``tokens`` is as it has to be; the account that came with it."""
+        prompt, meta = prompt_of(name), answer["meta_info"]
+        told = combined.of_policy(
+            POLICIES[name],
+            prompt,
+            TSP,
+            lambda rate: self.draft.kept(prompt, rate, steps=LOOKAHEAD),
+            SETTINGS,
+            self.triggers,
+        )
+        want = combined.generate(self.model, prompt, tokens, *told)
+        assert answer["output_ids"] == want.tokens
+        for row, entries in zip(want.logits, meta["output_top_logprobs"], strict=True):
+            row = row.log_softmax(-1)
+            got = [value for value, _, _ in entries]
+            assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=TOLERANCE)
+        return meta["fathom"]
