@@ -12,6 +12,7 @@ import torch
 
 from fathom.kernels.span_tables import BLOCK
 from fathom.runtime.kv.memory import KvMemory
+from fathom.runtime.kv.prefix import UNBACKED
 from fathom.runtime.kv.tables import Table
 from fathom.runtime.staging import send
 
@@ -46,7 +47,8 @@ class PageMirror:
         self._free: list[int] = []
         self._flat = torch.zeros(self._blocks_at, dtype=torch.int32, device=self.device)
         self._add_blocks(memory.pool.total // block + memory.spans)
-        memory.shared.backed_since = [np.arange(memory.shared.backing.shape[1])]
+        # What is not backed stands as zeros already, which is most of a large pool.
+        memory.shared.backed_since = [np.flatnonzero((memory.shared.backing != UNBACKED).any(0))]
         memory.on_close.append(self._close)
 
     def refresh(self, rows: Iterable[int]) -> None:

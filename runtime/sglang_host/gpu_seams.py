@@ -159,6 +159,20 @@ GPU_SEAMS: tuple[Seam, ...] = (
             ("get_cuda_graph_seq_len_fill_value", ""),
         )
     ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"layers.{layer}.{forward}",
+            "call",
+            "our platform's layers are SGLang's CUDA kernels for 16-bit types, PyTorch's operations for float32",
+            parameters,
+        )
+        for layer, parameters in (
+            ("layernorm:RMSNorm", "x residual post_residual_addition quant_linear"),
+            ("activation:SiluAndMul", "x"),
+        )
+        for forward in ("forward_cuda", "forward_native")
+    ),
     relies_on(
         SCHEDULER,
         "layers.rotary_embedding.base:RotaryEmbedding.forward_cuda",

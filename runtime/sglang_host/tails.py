@@ -38,14 +38,18 @@ class Tails:
         while count and not self._fits(row, begin, begin + count):
             count //= 2
         if count:
-            held, end = torch.tensor([begin]), torch.tensor([begin + count])
-            there = self.rows.device
-            last = self.rows[row, begin - 1].long().view(1)
-            slots = self.allocator.alloc_extend(send(held, there), held, send(end, there), end, last, count)
+            slots = self._slots(row, begin, count)
             assert slots is not None, "virtual slots were counted"
             self.rows[row, begin : begin + count] = slots.to(self.rows.dtype)
             self.allocator.memory.grow([self._growth(row, begin, begin + count, slots.cpu().numpy())])
         return Tail(request, begin, count)
+
+    def _slots(self, row: int, begin: int, count: int) -> torch.Tensor | None:
+        if self.allocator.page_size == 1:
+            return self.allocator.alloc(count)
+        held, end, there = torch.tensor([begin]), torch.tensor([begin + count]), self.rows.device
+        last = self.rows[row, begin - 1].long().view(1)
+        return self.allocator.alloc_extend(send(held, there), held, send(end, there), end, last, count)
 
     def settle(self, tail: Tail, kept: int) -> None:
         """The first ``kept`` tokens are the request's own from now on; the room of the others is given back."""

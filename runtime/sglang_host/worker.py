@@ -184,6 +184,9 @@ class FathomWorker(TpModelWorker):
     ) -> GenerationBatchResult:
         assert self.draft_side is not None
         runs = settle(batch, self.proposals, logits, self.draft_side, self.tails)
+        # Slots were given back on this stream after the step's last look at the tables: the scheduler's stream is
+        # to wait for that too.
+        self.model_runner.shared_read_done_event = None
         for proposal in self.proposals:
             account = self.ledger.open(batch.reqs[proposal.index], {})
             self.ledger.drafted(account, len(proposal.tokens), len(runs[proposal.index].tokens) - 1)

@@ -154,17 +154,23 @@ INSTALL = """
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
     from sglang.srt.models import utils
 
-    registered = BaseFusedOp._oot_forward_registry
-    assert set(registered) == {"cuda"} and set(registered["cuda"].values()) == {gpu_ops.forward_rotary}
-    for layer in (RMSNorm, SiluAndMul):  # SGLang's own kernels
+    assert set(BaseFusedOp._oot_forward_registry) == {"cuda"}
+    for layer, dtype, size, forward in (  # SGLang's kernels, where they take the layer
+        (RMSNorm, torch.bfloat16, 128, "cuda"),
+        (RMSNorm, torch.float32, 128, "native"),
+        (SiluAndMul, torch.float16, 80, "cuda"),
+        (SiluAndMul, torch.float32, 80, "native"),
+        (Llama3RotaryEmbedding, torch.bfloat16, 128, "cuda"),
+        (Llama3RotaryEmbedding, torch.bfloat16, 80, "native"),
+        (Llama3RotaryEmbedding, torch.float32, 128, "native"),
+    ):
         made = layer.__new__(layer)
-        assert made._resolve_forward_method() == made.forward_cuda
-    for size, forward in ((128, "cuda"), (80, "native")):
-        rotary = Llama3RotaryEmbedding.__new__(Llama3RotaryEmbedding)
-        torch.nn.Module.__init__(rotary)
-        rotary.head_size = size
-        setattr(rotary, "forward_" + forward, lambda *args: args)
-        assert rotary._resolve_forward_method()(1, 2) == (1, 2)
+        torch.nn.Module.__init__(made)
+        made.head_size = size
+        setattr(made, "forward_" + forward, lambda *args: args)
+        x = torch.zeros(1, dtype=dtype)
+        given = ("positions", x, x) if layer is Llama3RotaryEmbedding else (x, x)
+        assert made._resolve_forward_method()(*given) == given
     # A model that writes keys while it rotates them would take virtual slots for places in the pool.
     assert not utils.enable_fused_set_kv_buffer(None) and not qwen3_moe.enable_fused_set_kv_buffer(None)
 
