@@ -73,6 +73,8 @@ class SpanAttentionBackend(AttentionBackend):
     """Whether somebody looks at what each layer is given."""
     replaced = False
     """Whether a step runs in which another forward takes the place of the model's own."""
+    stored = True
+    """Whether the pool has the keys of the rows whose attention is computed."""
     rows: torch.Tensor | None = None
     """[requests] of the batch that is running, on the host, where somebody has told."""
 
@@ -243,6 +245,7 @@ class SpanAttentionBackend(AttentionBackend):
                 f"the {self.name} attention backend has no logit soft-capping, encoder or cross attention"
             )
         span_view = self.view_of(layer.layer_id)
+        self.stored = save_kv_cache or k is None
         if save_kv_cache and k is not None:
             self.store(layer, self.slots_to_write(layer.layer_id, span_view), k, v)
         return span_view

@@ -6,7 +6,7 @@ Without a GPU it runs in Triton's interpreter, one program after the other: how 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -44,8 +44,6 @@ class TritonAttentionBackend(SpanAttentionBackend):
     """Stands for the steps of requests which alternate in what is captured and replayed."""
     captures_alternating = False
     """Whether that is being captured."""
-    stored = True
-    """Whether the pool has the keys of the rows whose attention is computed; FlashInfer reads them there."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -71,16 +69,10 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def _warm_up(self, heads: int) -> None:
         """Compile prefill's kernel for its tile sizes, so that no request waits for it (cached on disk)."""
-        keys, values, first = (
-            self.kv_pool.get_key_buffer(0),
-            self.kv_pool.get_value_buffer(0),
-            self.tables.first,
-        )
+        keys, values = self.kv_pool.get_key_buffer(0), self.kv_pool.get_value_buffer(0)
         kv_heads, dim = keys.shape[1:]
-        table, none = (
-            first.slots[0].unsqueeze(1),
-            first.head[0, 0, :1],
-        )  # the dummy slot's row, and no entry of it
+        # The dummy slot's row of the table, and no entry of it.
+        table, none = self.tables.first.slots[0].unsqueeze(1), self.tables.first.head[0, 0, :1]
         for lines in TILES:
             new = max(lines * kv_heads // heads, 1)
             own = keys.new_zeros(new, kv_heads, dim), values.new_zeros(new, kv_heads, values.shape[2])
@@ -214,19 +206,6 @@ class TritonAttentionBackend(SpanAttentionBackend):
     ) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
         return step.attend(layer.layer_id, query, self._pool(layer), span_view, layer.scaling, there)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool = True,
-        **others: Any,
-    ) -> torch.Tensor:
-        self.stored = save_kv_cache or k is None
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **others)
 
     def extend(
         self,
