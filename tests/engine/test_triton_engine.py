@@ -103,17 +103,17 @@ def test_captured_steps_serve_batches_of_other_sizes(server, answers, expected):
 
 def test_steps_that_renew_no_selection_are_replayed(server, answers, expected):
     """Fast steps, of one request and beside others that read everything; slow ones are computed layer by layer."""
-    before, tokens = server.engine()["replayed_steps"]["alternating"], 12
+    before, tokens = server.engine()["replayed_steps"]["alternating"], 8
     alone = ask(server, prompt_of("SFI"), POLICIES["SFI"], tokens)
     fast = expected.check("SFI", alone, tokens)["fast_steps"]
     replayed = server.engine()["replayed_steps"]["alternating"] - before
-    assert replayed == fast > 4
+    assert replayed == fast > 2
     names = ["SFI", "dense", "SPEED"]
     with ThreadPoolExecutor(len(names)) as pool:
         asked = {name: pool.submit(ask, server, prompt_of(name), POLICIES[name], tokens) for name in names}
     for name, answer in asked.items():
         expected.check(name, answer.result(), tokens)
-    assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 4
+    assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 2
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):
