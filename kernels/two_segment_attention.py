@@ -238,6 +238,7 @@ def _shares(batch: int, kv_heads: int, device: torch.device) -> tuple[int, int]:
     """Most shares per (request, KV head), and the fewest keys of one; from shapes alone.
 
     One long row among short ones fills the device by itself. Where many rows fill it together, none is cut small.
+    Not measured on a GPU.
     """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -50,9 +50,9 @@ class CapturedStep:
         self.size = size
         staging = staged((len(self.packed), size, len(FIELDS)), torch.int32, self.packed.device)
         staging[:] = torch.tensor(DUMMY_ROW, dtype=torch.int32)
-        for span in range(len(staging) if step is not None else 0):
-            plan = step.plan(span, views[span], there[span])  # type: ignore[union-attr]
-            staging[span, : len(step)] = plan.step.plan.packed  # type: ignore[arg-type]
+        if step is not None:
+            for span, (view, device_view) in enumerate(zip(views, there, strict=True)):
+                staging[span, : len(step)] = step.plan(span, view, device_view).step.plan.packed
         self.packed[:, :size].copy_(staging, non_blocking=True)
 
     def attend(
