@@ -145,7 +145,7 @@ class RequestLedger:
         self._settled_at = 0.0
 
     def __len__(self) -> int:
-        """Accounts still to be reported; one whose request was aborted before its first token never is."""
+        """Accounts still to be reported."""
         open_accounts = (request for request, account in self._accounts.items() if not account.reported)
         return sum(not request.finished() for request in open_accounts)
 
@@ -182,6 +182,10 @@ class RequestLedger:
             if part.timed:
                 account.decode_seconds += seconds
                 account.fast_seconds += seconds * (part.outcome is not None and part.outcome.fast)
+
+    def drop(self, request: Any) -> None:
+        """The request was aborted while it waited, taken back before perhaps: nobody will ask for its account."""
+        self._accounts.pop(request, None)
 
     def let_go(self, row: int) -> None:
         """The engine freed a request row."""

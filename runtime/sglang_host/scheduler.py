@@ -109,6 +109,10 @@ class FathomScheduler(Scheduler):
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
         super().on_idle()
 
+    def _release_aborted_request(self, req: Req) -> None:
+        super()._release_aborted_request(req)
+        self.tp_worker.ledger.drop(req)
+
     def stash_chunked_request(self, req: Req) -> None:
         super().stash_chunked_request(req)
         if req.skip_radix_cache_insert:

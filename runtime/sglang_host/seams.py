@@ -208,6 +208,13 @@ LEDGER: tuple[Seam, ...] = (
         "writes our metrics when nothing is left to do",
         "",
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler._release_aborted_request",
+        "override",
+        "closes the account of a request that is aborted while it waits",
+        "req",
+    ),
     # --- the engine process: the step ---
     relies_on(
         SCHEDULER,

@@ -1,9 +1,11 @@
 """The ledger of what was done for each request."""
 
 import gc
+from types import SimpleNamespace
 
 from fathom.runtime.decode import Outcome
 from fathom.runtime.ledger import Held, KvShape, Launched, Part, RequestLedger
+from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
 NOTHING = Held(0, 0)
 
@@ -126,3 +128,16 @@ def test_an_account_that_nobody_will_report_is_not_open():
 def test_a_request_that_never_ran_has_an_empty_report():
     report = RequestLedger(KvShape(4, 100)).report(Request(), prompt_tokens=9, cached_tokens=0)
     assert (report["kv_bytes"], report["decode_steps"], report["first_token_time"]) == (0, 0, None)
+
+
+def test_the_account_of_a_request_that_is_aborted_while_it_waits_is_closed():
+    """Taken back first, it has an account; SGLang lets go of it without saying that it has ended."""
+    ledger, request, told = RequestLedger(KvShape(4, 100)), Request(), []
+    ledger.open(request, {})
+    request.cache_request_handle = "its handle"
+    scheduler = object.__new__(FathomScheduler)
+    scheduler.tree_cache = SimpleNamespace(finish=lambda *args: told.append(args[0]))
+    scheduler.tp_worker = SimpleNamespace(ledger=ledger)
+    assert len(ledger) == 1
+    scheduler._release_aborted_request(request)
+    assert len(ledger) == 0 and told == ["its handle"]
