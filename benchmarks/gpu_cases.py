@@ -58,44 +58,41 @@ def selector(s: Setting, sink: int = SFI.sink, recent: int = SFI.recent) -> Prob
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         own = part(s, last)
         want = selector_scores_torch(logits[own], norms[own], begin[own], end[own], config)
-        yield "scores", got[own], want, SCORE_TOLERANCE
+        yield "scores", got[own].masked_fill(~valid[own][:, None], float("-inf")), want, SCORE_TOLERANCE
 
-    moved = 4 * s.kv_heads * (count * (rows + 1) + s.batch * longest) + 16 * s.batch
+    moved = 4 * s.kv_heads * count * (rows + 2) + 16 * s.batch
     return Problem(call, pairs, moved)
 
 
 def top_k(
     s: Setting, sink: int = SFI.sink, recent: int = SFI.recent, selected: int = SFI.selected
 ) -> Problem:
-    """Top-K of the Selector's scores: plain PyTorch, among the kernels because it runs between them.
-
-    On a CPU the numbers are float64, because float32 ones are Numba's business there.
-    """
+    """Top-K of the Selector's scores."""
     inputs = Inputs(s)
     longest = max(s.lengths)
-    _, _, valid, _ = candidates(inputs, sink, recent)
-    dtype = torch.float32 if s.device.type == "cuda" else torch.float64
+    *ranges, valid, count = candidates(inputs, sink, recent)
     # Rounded, so that there are ties.
-    scores = inputs.normal(s.batch, s.kv_heads, longest, dtype=torch.float32).mul_(64).round_().to(dtype)
+    scores = inputs.normal(s.batch, s.kv_heads, longest, dtype=torch.float32).mul_(64).round_()
+    scores.masked_fill_(~valid[:, None], float("nan"))
     width = min(selected, longest)
-    budget = inputs.integers([max(width - i, 0) for i in range(s.batch)], torch.int64).unsqueeze(-1)
+    budgets = inputs.integers([max(width - i, 0) for i in range(s.batch)], torch.int64)
+    low, high, budget = (each.unsqueeze(-1) for each in (*ranges, budgets))
 
     def call() -> Any:
-        return stable_top_k(scores, valid.unsqueeze(1), budget, width)
+        return stable_top_k(scores, low, high, budget, width)
 
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         where = (s.batch - 1, s.kv_heads - 1) if last else (slice(None), slice(None))
         each = scores[where].reshape(-1, longest).cpu()
-        masks = valid.unsqueeze(1).expand(scores.shape)[where].reshape(-1, longest).cpu()
-        budgets = budget.expand(scores.shape[:2])[where].reshape(-1).cpu()
+        begin, end, most = (x.expand(scores.shape[:2])[where].reshape(-1).cpu() for x in (low, high, budget))
         with torch.device("cpu"):
-            chosen = stable_top_k_reference(each, masks, budgets)
+            chosen = stable_top_k_reference(each, begin, end, most)
         want = torch.tensor([own + [-1] * (width - len(own)) for own in chosen])
         yield "indices", got[0][where].reshape(-1, width).cpu(), want.cpu(), EXACT
         counts = torch.tensor([len(own) for own in chosen]).cpu()
         yield "counts", got[1][where].reshape(-1).cpu(), counts, EXACT
 
-    moved = s.batch * (s.kv_heads * (longest * dtype.itemsize + 4 * width + 4) + longest + 8)
+    moved = s.kv_heads * (4 * count + s.batch * (4 * width + 28))
     return Problem(call, pairs, moved)
 
 

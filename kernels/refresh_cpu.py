@@ -18,20 +18,19 @@ from fathom.kernels.selector_scores_cpu import selector_scores_cpu
 
 
 def stable_top_k_cpu(
-    scores: torch.Tensor, valid: torch.Tensor, counts: torch.Tensor, width: int
+    scores: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, counts: torch.Tensor, width: int
 ) -> torch.Tensor:
     """Indices of each row's ``counts`` highest scores: [..., width] int32, ascending, padded with -1.
 
     Args:
-        scores: [..., n] float32; valid: [..., n] bool; counts: [...] int64, at most the row's valid ones.
+        scores: [..., n] float32; begin, end: [...] int64, the candidates; counts: [...] int64, at most so many.
     """
-    n = scores.shape[-1]
+    rows, n = counts.numel(), scores.shape[-1]
     indices = torch.empty((*scores.shape[:-1], width), dtype=torch.int32)
     _top_k()(
-        scores.reshape(-1, n).view(torch.int32).numpy(),
-        valid.reshape(-1, n).numpy(),
-        counts.reshape(-1).numpy(),
-        indices.view(-1, width).numpy(),
+        scores.reshape(rows, n).view(torch.int32).numpy(),
+        *(numbers.reshape(rows).numpy() for numbers in (begin, end, counts)),
+        indices.view(rows, width).numpy(),
     )
     return indices
 
@@ -43,38 +42,37 @@ def _top_k() -> Callable[..., None]:
     bits = 12
 
     @njit(parallel=True, cache=True)
-    def kernel(scores, valid, counts, indices):
-        n, width = scores.shape[1], indices.shape[1]
+    def kernel(scores, begin, end, counts, indices):
+        width = indices.shape[1]
         for i in prange(len(scores)):
             indices[i] = -1
             if counts[i] == 0:
                 continue
-            # Unsigned integers in the order of the scores, -0.0 as +0.0; 0 for what is no candidate, and no score.
+            # Unsigned integers in the order of the scores, -0.0 as +0.0.
+            first, n = begin[i], end[i] - begin[i]
             order = np.empty(n, np.uint32)
             least, most = np.uint32(0xFFFFFFFF), np.uint32(0)
             for t in range(n):
-                x = scores[i, t]
+                x = scores[i, first + t]
                 x = x ^ ((x >> 31) | np.int32(-0x80000000))
                 place = np.uint32(x if x != 0x7FFFFFFF else np.int32(-0x80000000))
-                place = place if valid[i, t] else np.uint32(0)
                 order[t] = place
                 most = max(most, place)
-                least = min(least, place if valid[i, t] else np.uint32(0xFFFFFFFF))
+                least = min(least, place)
             # Bins of equal width say where the last score to be taken lies; only that bin is sorted.
             shift = np.uint32(0)
             while (most - least) >> shift >= 1 << bits:
                 shift += np.uint32(1)
             bins = np.zeros(1 << bits, np.int64)
             for t in range(n):
-                if order[t] >= least:
-                    bins[(order[t] - least) >> shift] += 1
+                bins[(order[t] - least) >> shift] += 1
             above, border = 0, (most - least) >> shift
             while above + bins[border] < counts[i]:
                 above += bins[border]
                 border -= np.uint32(1)
             own, there = np.empty(bins[border], np.uint32), 0
             for t in range(n):
-                if order[t] >= least and (order[t] - least) >> shift == border:
+                if (order[t] - least) >> shift == border:
                     own[there] = order[t]
                     there += 1
             room = counts[i] - above
@@ -89,7 +87,7 @@ def _top_k() -> Callable[..., None]:
                     if room == 0:
                         continue
                     room -= 1
-                indices[i, place] = t
+                indices[i, place] = first + t
                 place += 1
                 if place == width:
                     break
@@ -149,8 +147,8 @@ def warm_up(dtype: torch.dtype, selector: Any) -> None:
     """
     one: Any = torch.ones(1, 1, 1)
     selector_scores_cpu(one.unsqueeze(0), one, torch.zeros(1), torch.ones(1), selector)
-    stable_top_k_cpu(one, one.bool(), torch.ones(1, 1, dtype=torch.int64), 1)
     pair = one.to(dtype), one.to(dtype)
     number = torch.zeros(1, dtype=torch.int64)
+    stable_top_k_cpu(one[0], number, number + 1, number + 1, 1)
     table, indices = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1, 1), -1, dtype=torch.int32)
     pack_segment_cpu(pair, pair, table, number, number, indices, 1)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
+from fathom.kernels.triton_aot import signature
 
 
 class ScoreParameters(Protocol):
@@ -31,22 +32,29 @@ class ScoreParameters(Protocol):
 
 
 def selector_scores(
-    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+    logits: torch.Tensor,
+    key_norms: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    c: Any,
+    pitch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Refined log-scores of every candidate.
 
     Args:
-        logits: [requests, kv_heads, query_rows, n] float32, last dimension contiguous.
-        key_norms: [requests, kv_heads, n] float32, last dimension contiguous.
+        logits: [requests, kv_heads, query_rows, n] float32, contiguous.
+        key_norms: [requests, kv_heads, n] float32, contiguous.
         begin, end: [requests] int32 or int64; the candidates of a request are ``begin .. end - 1``. What the inputs
             hold elsewhere is ignored.
         c: :class:`ScoreParameters`.
+        pitch: [1] int32, on a GPU: entries from the start of one row to that of the next, in the inputs and in the
+            scores, where ``n`` is not their number but that of what the inputs' memory is divided into.
 
     Returns:
-        [requests, kv_heads, n] float32, -inf outside the candidates.
+        [requests, kv_heads, n] float32; outside the candidates anything.
     """
     if runs_triton(logits):
-        return selector_scores_triton(logits, key_norms, begin, end, c)
+        return selector_scores_triton(logits, key_norms, begin, end, c, pitch)
     if logits.device.type == "cpu":
         from fathom.kernels.selector_scores_cpu import selector_scores_cpu
 
@@ -114,6 +122,8 @@ def window_max(x: torch.Tensor, radius: int) -> torch.Tensor:
 
 BLOCK = 512
 PARTS = 16
+REFINERS = 64
+"""Programs that share the candidates of a request."""
 
 
 @triton.jit
@@ -126,14 +136,16 @@ def _part(begin, end, part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _statistics_kernel(
-    logits, begin, end, stats, stride_request, stride_head, stride_row, kv_heads, rows,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, begin, end, pitch, stats, kv_heads, rows,
+    THERE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exponentials of each query row over one part of the candidates."""
-    request, head, part = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads, tl.program_id(1)
+    pair, part = tl.program_id(0), tl.program_id(1)
+    request = pair // kv_heads
+    width = tl.load(pitch) if THERE else pitch
     first, last = _part(tl.load(begin + request), tl.load(end + request), part, PARTS, BLOCK)
     row = tl.arange(0, ROWS)
-    source = logits + request.to(tl.int64) * stride_request + head * stride_head + row[:, None] * stride_row
+    source = logits + (pair.to(tl.int64) * rows + row[:, None]) * width
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(first, last, BLOCK):
@@ -144,21 +156,21 @@ def _statistics_kernel(
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
         top = new_top
-    target = stats + (tl.program_id(0) * PARTS + part) * 2 * ROWS + row
+    target = stats + (pair * PARTS + part) * 2 * ROWS + row
     tl.store(target, top)
     tl.store(target + ROWS, total)
 
 
 @triton.jit
 def _mixture_kernel(
-    logits, key_norms, begin, end, stats, evidence, prior, sums,
-    stride_request, stride_head, stride_row, norm_request, norm_head, kv_heads, rows, n,
+    logits, key_norms, begin, end, pitch, stats, evidence, prior, sums, kv_heads, rows,
     power, norm_decay, position_decay, position_curve, tail_brake, epsilon,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    THERE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Evidence and prior before their normalisation, and the sums that it and the fusion weight need."""
     pair, part = tl.program_id(0), tl.program_id(1)
-    request, head = pair // kv_heads, pair % kv_heads
+    request = pair // kv_heads
+    width = tl.load(pitch) if THERE else pitch
     low, high = tl.load(begin + request), tl.load(end + request)
     first, last = _part(low, high, part, PARTS, BLOCK)
     row, parts = tl.arange(0, ROWS), tl.arange(0, PARTS)
@@ -168,8 +180,8 @@ def _mixture_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.load(base + ROWS) * tl.exp(part_top - top[None, :]), 0)
     total = tl.where(row < rows, total, 1.0)
-    source = logits + request.to(tl.int64) * stride_request + head * stride_head + row[:, None] * stride_row
-    norms = key_norms + request.to(tl.int64) * norm_request + head * norm_head
+    at = pair.to(tl.int64) * width
+    source = logits + (pair.to(tl.int64) * rows + row[:, None]) * width
     span = (high - low - 1).to(tl.float32) + epsilon
     sum_f = tl.zeros((BLOCK,), tl.float32)
     sum_r = tl.zeros((BLOCK,), tl.float32)
@@ -185,11 +197,11 @@ def _mixture_kernel(
         f = tl.where(mu > 0, tl.exp(tl.log(tl.where(mu > 0, mu, 1.0)) / power), 0.0)
         u = (j - low).to(tl.float32) / span
         curve = tl.where(u > 0, tl.exp(position_curve * tl.log(tl.where(u > 0, u, 1.0))), 0.0)
-        norm = tl.load(norms + j, mask=there, other=1.0)
+        norm = tl.load(key_norms + at + j, mask=there, other=1.0)
         exponent = tail_brake * tl.log(tl.maximum(1 - u, 0.0) + epsilon) - position_decay * curve
         r = tl.where(there, tl.exp(exponent - norm_decay * tl.log(norm + epsilon)), 0.0)
-        tl.store(evidence + pair.to(tl.int64) * n + j, f, mask=there)
-        tl.store(prior + pair.to(tl.int64) * n + j, r, mask=there)
+        tl.store(evidence + at + j, f, mask=there)
+        tl.store(prior + at + j, r, mask=there)
         sum_f += f
         sum_r += r
         sum_ff += f * f
@@ -205,12 +217,13 @@ def _mixture_kernel(
 
 @triton.jit
 def _refine_kernel(
-    evidence, prior, sums, begin, end, scores, kv_heads, n,
+    evidence, prior, sums, begin, end, pitch, scores, kv_heads,
     prior_clip, nms_strength, cross_head, temperature, epsilon,
-    HEADS: tl.constexpr, RADIUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    THERE: tl.constexpr, HEADS: tl.constexpr, RADIUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of one block."""
+    """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of some blocks."""
     request = tl.program_id(0)
+    width = tl.load(pitch) if THERE else pitch
     low, high = tl.load(begin + request), tl.load(end + request)
     head, parts = tl.arange(0, HEADS), tl.arange(0, PARTS)
     real = head < kv_heads
@@ -227,58 +240,62 @@ def _refine_kernel(
     weight = tl.minimum(tl.maximum(weight, 0.0), prior_clip)
     of_f, of_r = ((1 - weight) / sum_f)[:, None], (weight / sum_r)[:, None]
 
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = (request.to(tl.int64) * kv_heads + head[:, None]) * n
-    own = real[:, None] & ((j >= low) & (j < high))[None, :]
-    s = of_f * tl.load(evidence + row + j[None, :], mask=own, other=0.0)
-    s += of_r * tl.load(prior + row + j[None, :], mask=own, other=0.0)
-    peak = s
-    for shift in range(-RADIUS, RADIUS + 1):
-        i = j + shift
-        near = real[:, None] & ((i >= low) & (i < high))[None, :]
-        other = of_f * tl.load(evidence + row + i[None, :], mask=near, other=0.0)
-        other += of_r * tl.load(prior + row + i[None, :], mask=near, other=0.0)
-        peak = tl.maximum(peak, other)
-    z = tl.log(s + epsilon)
-    z -= nms_strength * (tl.log(peak + epsilon) - z)
-    scaled = tl.where(real[:, None], z / temperature, float("-inf"))
-    share = tl.exp(scaled - tl.max(scaled, 0)[None, :])
-    share = share / tl.sum(share, 0)[None, :]
-    z += cross_head * tl.log(tl.maximum(share, epsilon))
-    result = tl.where(own, z, float("-inf"))
-    tl.store(scores + row + j[None, :], result, mask=real[:, None] & (j < n)[None, :])
+    row = (request.to(tl.int64) * kv_heads + head[:, None]) * width
+    for start in range(low + tl.program_id(1) * BLOCK, high, tl.num_programs(1) * BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        own = real[:, None] & (j < high)[None, :]
+        s = of_f * tl.load(evidence + row + j[None, :], mask=own, other=0.0)
+        s += of_r * tl.load(prior + row + j[None, :], mask=own, other=0.0)
+        peak = s
+        for shift in range(-RADIUS, RADIUS + 1):
+            i = j + shift
+            near = real[:, None] & ((i >= low) & (i < high))[None, :]
+            other = of_f * tl.load(evidence + row + i[None, :], mask=near, other=0.0)
+            other += of_r * tl.load(prior + row + i[None, :], mask=near, other=0.0)
+            peak = tl.maximum(peak, other)
+        z = tl.log(s + epsilon)
+        z -= nms_strength * (tl.log(peak + epsilon) - z)
+        scaled = tl.where(real[:, None], z / temperature, float("-inf"))
+        share = tl.exp(scaled - tl.max(scaled, 0)[None, :])
+        share = share / tl.sum(share, 0)[None, :]
+        z += cross_head * tl.log(tl.maximum(share, epsilon))
+        tl.store(scores + row + j[None, :], z, mask=own)
 
 
 def selector_scores_triton(
-    logits: torch.Tensor, key_norms: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, c: Any
+    logits: torch.Tensor,
+    key_norms: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    c: Any,
+    pitch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`selector_scores` in three launches; no host synchronisation."""
     requests, kv_heads, rows, n = logits.shape
-    if logits.stride(-1) != 1 or key_norms.stride(-1) != 1:
-        raise ValueError("the last dimension of logits and key_norms must be contiguous")
+    if not (logits.is_contiguous() and key_norms.is_contiguous()):
+        raise ValueError("logits and key_norms must be contiguous")
     row_block = triton.next_power_of_2(rows)
     # A tile holds all rows; more rows, fewer candidates at a time.
     block = max(BLOCK // max(row_block // 8, 1), 32)
     pairs = requests * kv_heads
     stats = logits.new_empty(pairs, PARTS, 2, row_block)
     sums = logits.new_empty(pairs, 5, PARTS)
-    evidence, prior, scores = (logits.new_empty(requests, kv_heads, n) for _ in range(3))
+    evidence, prior, scores = (torch.empty_like(key_norms) for _ in range(3))
+    there = {"THERE": pitch is not None, "PARTS": PARTS}
+    width = n if pitch is None else pitch
     _statistics_kernel[(pairs, PARTS)](
-        logits, begin, end, stats, *logits.stride()[:3], kv_heads, rows,
-        ROWS=row_block, PARTS=PARTS, BLOCK=block,
-    )  # fmt: skip
+        logits, begin, end, width, stats, kv_heads, rows, ROWS=row_block, BLOCK=block, **there
+    )
     _mixture_kernel[(pairs, PARTS)](
-        logits, key_norms, begin, end, stats, evidence, prior, sums,
-        *logits.stride()[:3], *key_norms.stride()[:2], kv_heads, rows, n,
+        logits, key_norms, begin, end, width, stats, evidence, prior, sums, kv_heads, rows,
         c.power, c.norm_decay, c.position_decay, c.position_curve, c.tail_brake, c.epsilon,
-        ROWS=row_block, PARTS=PARTS, BLOCK=block,
+        ROWS=row_block, BLOCK=block, **there,
     )  # fmt: skip
     heads_block = triton.next_power_of_2(kv_heads)
-    block = max(1024 // heads_block, 32)
-    _refine_kernel[(requests, triton.cdiv(n, block))](
-        evidence, prior, sums, begin, end, scores, kv_heads, n,
+    _refine_kernel[(requests, REFINERS)](
+        evidence, prior, sums, begin, end, width, scores, kv_heads,
         c.prior_clip, c.nms_strength, c.cross_head, c.temperature, c.epsilon,
-        HEADS=heads_block, RADIUS=c.nms_radius, PARTS=PARTS, BLOCK=block,
+        HEADS=heads_block, RADIUS=c.nms_radius, BLOCK=max(1024 // heads_block, 32), **there,
     )  # fmt: skip
     return scores
 
@@ -290,14 +307,19 @@ def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     numbers = [name for name in ScoreParameters.__annotations__ if name != "nms_radius"]
     types |= dict.fromkeys(numbers, "fp32")
     few, many = {"ROWS": 4, "PARTS": PARTS, "BLOCK": 512}, {"ROWS": 64, "PARTS": PARTS, "BLOCK": 64}
+    refine = {"HEADS": 8, "RADIUS": 16, "PARTS": PARTS, "BLOCK": 128}
     cases: list[tuple[Any, dict[str, Any]]] = [
         (_statistics_kernel, few),
         (_statistics_kernel, many),
         (_mixture_kernel, few),
         (_mixture_kernel, many),
-        (_refine_kernel, {"HEADS": 8, "RADIUS": 16, "PARTS": PARTS, "BLOCK": 128}),
+        (_refine_kernel, refine),
     ]
+    # A captured step has one query row per head.
+    captured = [(_statistics_kernel, few), (_mixture_kernel, few), (_refine_kernel, refine)]
     return [
-        (kernel, {n: "constexpr" if n in given else types.get(n, "i32") for n in kernel.arg_names}, given)
-        for kernel, given in cases
+        (kernel, signature(kernel, types | {"pitch": kind}, constants), constants)
+        for kind, there in (("i32", cases), ("*i32", captured))
+        for kernel, given in there
+        for constants in [{"THERE": kind == "*i32"} | given]
     ]

@@ -30,10 +30,13 @@ class Evidence:
     Attributes:
         logits: [capacity, heads, window, width] float32, scaled dot products, -inf where causality hides an entry.
         key_norms: [capacity, kv_heads, width] float32, Euclidean norms.
+        pitch: [1] int32, on a GPU: entries from the start of one row to that of the next, for a captured launch
+            that serves any lengths. ``width`` is then what the memory is divided into; fewer rows may be longer.
     """
 
     logits: torch.Tensor
     key_norms: torch.Tensor
+    pitch: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -153,15 +156,14 @@ def _fold(q, k, v, visible, scale, top, total, acc):
 @triton.jit
 def _segments_kernel(
     query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
-    scale, stride_query_batch, stride_query_window, stride_query_head,
+    pitch, scale, stride_query_batch, stride_query_window, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
     stride_partial_row, stride_partial_head, stride_partial_share,
-    stride_table_row, stride_logits_row, stride_logits_head, stride_logits_window,
-    stride_norms_row, stride_norms_head, least,
+    stride_table_row, least,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-    EVIDENCE: tl.constexpr,
+    EVIDENCE: tl.constexpr, THERE: tl.constexpr,
 ):  # fmt: skip
     """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp."""
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -211,15 +213,13 @@ def _segments_kernel(
         visible = real[:, None] & there[None, :] & (index[None, :] <= end - WINDOW + w[:, None])
         scores, top, total, acc = _fold(q, k, v, visible, scale, top, total, acc)
         if EVIDENCE and kept >= 0:
-            kept_at = (
-                kept.to(tl.int64) * stride_logits_row + head * stride_logits_head + w * stride_logits_window
-            )
+            width = tl.load(pitch) if THERE else pitch
+            kept_head = kept.to(tl.int64) * tl.num_programs(1) + h
+            kept_at = ((kept_head * GROUP + r // WINDOW) * WINDOW + w) * width
             tl.store(logits + kept_at[:, None] + index[None, :], scores, mask=real[:, None] & there[None, :])
             wide = k.to(tl.float32)
             norm = tl.sqrt(tl.sum(wide * wide, 1))
-            tl.store(
-                norms + kept.to(tl.int64) * stride_norms_row + h * stride_norms_head + index, norm, mask=there
-            )
+            tl.store(norms + kept_head * width + index, norm, mask=there)
 
     safe = tl.where(total > 0, total, 1.0)
     token = b.to(tl.int64) * WINDOW + w
@@ -273,15 +273,19 @@ def two_segment_attention_triton(
     block, options = _tile(rows, pool[0].itemsize)
     result = Result(query.flatten(0, 1), value_dim, shares, None)
     lse = result.first_lse
-    logits, norms = (evidence.logits, evidence.key_norms) if evidence else (lse, lse)
-    strides = (*logits.stride()[:3], *norms.stride()[:2]) if evidence else (0,) * 5
+    logits, norms, pitch = lse, lse, 0
+    if evidence is not None:
+        logits, norms = evidence.logits, evidence.key_norms
+        if not (logits.is_contiguous() and norms.is_contiguous()):
+            raise ValueError("evidence must be contiguous")
+        pitch = logits.shape[-1] if evidence.pitch is None else evidence.pitch
     _segments_kernel[(batch, kv_heads, shares)](
-        query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, scale,
+        query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, pitch, scale,
         *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
-        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), *strides, least,
+        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), least,
         GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
-        EVIDENCE=evidence is not None, **options,
+        EVIDENCE=evidence is not None, THERE=isinstance(pitch, torch.Tensor), **options,
     )  # fmt: skip
     output, lse = result.merged()
     return output.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
@@ -289,22 +293,26 @@ def two_segment_attention_triton(
 
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Label, kernel, signature, constants and options of typical launches, for compilation without a device."""
-    shapes = [  # dtype, group, window, rows, head_dim, evidence
-        ("bf16", 4, 1, 16, 128, True),
-        ("bf16", 4, 16, 64, 128, True),
-        ("fp32", 4, 1, 16, 128, True),
-        ("fp16", 3, 1, 16, 80, False),
+    shapes = [  # dtype, group, window, rows, head_dim, evidence, captured
+        ("bf16", 4, 1, 16, 128, True, False),
+        ("bf16", 4, 1, 16, 128, True, True),
+        ("bf16", 4, 16, 64, 128, True, False),
+        ("fp32", 4, 1, 16, 128, True, False),
+        ("fp16", 3, 1, 16, 80, False, False),
     ]
     floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms"], "*fp32")
     results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
-    for dtype, group, window, rows, dim, evidence in shapes:
+    for dtype, group, window, rows, dim, evidence, captured in shapes:
         padded = triton.next_power_of_2(dim)
         block, options = _tile(rows, 4 if dtype == "fp32" else 2)
         constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
-        constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block, "EVIDENCE": evidence}
+        constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
+        constants |= {"EVIDENCE": evidence, "THERE": captured}
         tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
         types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
+        types["pitch"] = "*i32" if captured else "i32"
         label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
+        label += ", captured" if captured else ""
         names = _segments_kernel.arg_names
         signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
         results.append((f"segments_kernel {label}", _segments_kernel, signature, constants, options))

@@ -1,18 +1,20 @@
 """Slow-fast steps that are captured once per batch size: what their launches read, in places that stay.
 
-A step that renews no selection is one launch per layer for rows in any phase, given the plan of each span. The
-launches of a captured step read these plans in fixed memory, into which the plans of each later step are written.
+Given the plan of each span, a step is the same launches for rows in any phase: the attention, and where selections
+are renewed, beside it on the auxiliary lane, the Selector and the packing. The launches of a captured step read
+plans, and who is renewed, in fixed memory into which those of each later step are written.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.two_segment_attention import FIELDS, SegmentPlan, two_segment_attention
-from fathom.runtime.decode import Step
+from fathom.runtime.decode import SlowFast, Step
 from fathom.runtime.kv.device_view import DUMMY, DeviceView
 from fathom.runtime.kv.view import SpanView
+from fathom.runtime.sfi.step import NOBODY, RefreshBatch, refresh_layer
 from fathom.runtime.staging import staged
 
 DUMMY_ROW = (DUMMY, 0, 1, 0, 0, -1)
@@ -24,18 +26,31 @@ class CapturedStep:
 
     Attributes:
         packed: [spans, rows, 6] int32, the plan of each span.
+        renewed: [spans, 7, most] int64, whose selections are renewed, as ``RefreshBatch`` has it; pitch: [spans, 4]
+            int32, of which the first is the width of the evidence.
+        most: requests whose selections one step renews at most.
         size: requests of the step that is captured or replayed.
     """
 
-    def __init__(self, compact: Sequence[KvPair], span: int, rows: int, device: torch.device | str) -> None:
+    def __init__(self, state: SlowFast, rows: int) -> None:
         """
         Args:
-            compact: the compact buffers of each layer; span: layers that share a plan.
             rows: most requests of a step.
         """
-        self.compact, self.span = compact, span
-        self.packed = torch.zeros(len(compact) // span, rows, len(FIELDS), dtype=torch.int32, device=device)
+        self.state, there = state, {"device": state.shape.device}
+        # Multiples of 4, so that Triton meets the same alignment everywhere.
+        rows, self.most = (-(-count // 4) * 4 for count in (rows, min(rows, state.runs.count)))
+        self.packed = torch.zeros(state.spans, rows, len(FIELDS), dtype=torch.int32, **there)
+        self.renewed = torch.zeros(state.spans, len(NOBODY), self.most, dtype=torch.int64, **there)
+        self.pitch = torch.zeros(state.spans, 4, dtype=torch.int32, **there)
         self.size = 0
+
+    def serves(self, step: Step) -> bool:
+        """Whether replayed launches do what the step does: one row per request, and room for its evidence."""
+        if len(step.owner) > len(step):
+            return False
+        room = self.state.ring.entries - self.most
+        return not step.capacity or (not step.at_random and step.capacity * step.width <= room)
 
     def fill(
         self, size: int, step: Step | None, views: Sequence[SpanView], there: Sequence[DeviceView]
@@ -43,17 +58,26 @@ class CapturedStep:
         """Write the plans of a step, filled up to ``size`` requests with such as read the dummy slot.
 
         Args:
-            step: renews nothing; None for dummies alone.
+            step: one that is served; None for dummies alone.
             views, there: of each span.
         """
-        assert step is None or step.renews_nothing
-        self.size = size
-        staging = staged((len(self.packed), size, len(FIELDS)), torch.int32, self.packed.device)
-        staging[:] = torch.tensor(DUMMY_ROW, dtype=torch.int32)
+        self.size, device = size, self.packed.device
+        plans = staged((len(self.packed), size, len(FIELDS)), torch.int32, device)
+        plans[:] = torch.tensor(DUMMY_ROW, dtype=torch.int32)
+        renewed = staged(tuple(self.renewed.shape), torch.int64, device)
+        renewed[:] = torch.tensor(NOBODY).unsqueeze(1)
+        pitch = staged(tuple(self.pitch.shape), torch.int32, device)
+        pitch[:] = self.state.grain
         if step is not None:
             for span, (view, device_view) in enumerate(zip(views, there, strict=True)):
-                staging[span, : len(step)] = step.plan(span, view, device_view).step.plan.packed
-        self.packed[:, :size].copy_(staging, non_blocking=True)
+                planned = step.plan(span, view, device_view)
+                plans[span, : len(step)] = planned.step.plan.packed
+                renewed[span, :, : step.capacity] = planned.step.refresh.packed
+                pitch[span] = planned.width
+        self.packed[:, :size].copy_(plans, non_blocking=True)
+        if step is None or step.capacity:
+            self.renewed.copy_(renewed, non_blocking=True)
+            self.pitch.copy_(pitch, non_blocking=True)
 
     def attend(
         self,
@@ -62,18 +86,31 @@ class CapturedStep:
         pool: tuple[torch.Tensor, torch.Tensor],
         there: DeviceView,
         scale: float,
+        renews: bool,
     ) -> torch.Tensor:
         """Attention at one layer of the step that is captured.
 
         Args:
             query: [requests, heads, head_dim]; pool: as for ``Step.attend``; there: the view of the layer's span.
+            renews: whether the step is one in which selections are renewed; then within ``executor.step()``.
 
         Returns:
             [requests, heads, value_dim] float32.
         """
-        packed = self.packed[layer // self.span, : self.size]
-        plan = SegmentPlan(packed, self.compact[layer][0].shape[1])
+        state, span = self.state, layer // self.state.shape.span
+        compact, evidence = state.compact[layer], None
+        requests = min(self.size, self.most)
+        if renews:
+            slot = state.executor.acquire()
+            evidence = state.ring.captured(slot, requests, self.pitch[span, :1])
+        plan = SegmentPlan(self.packed[span, : self.size], state.shape.kv_heads)
         output, _ = two_segment_attention(
-            query.contiguous().unsqueeze(1), pool, self.compact[layer], there.table, plan, scale
+            query.contiguous().unsqueeze(1), pool, compact, there.table, plan, scale, evidence
         )
+        if evidence is not None:
+            batch = RefreshBatch(self.renewed[span, :, :requests])
+            config, selector = state.config, state.options.selector
+            state.executor.submit(
+                partial(refresh_layer, evidence, pool, compact, there.table, batch, config, selector)
+            )
         return output.squeeze(1)

@@ -174,7 +174,7 @@ class SlowFast:
         if runs_triton(query):
             evidence = self.ring.view(0, 1, self.wide(1))
             two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0, evidence)
-            nobody = RefreshBatch(none - 1, none, none, none)
+            nobody = RefreshBatch(send(RefreshBatch.nobody(1).packed, shape.device))
             refresh_layer(
                 evidence, (keys, values), (keys, values), table, nobody, self.config, self.options.selector
             )
@@ -310,6 +310,11 @@ class Step:
             for each layer:
                 output = step.attend(...)
         step.finish()
+
+    Attributes:
+        capacity: requests whose selection is renewed; width: of their evidence at most.
+        at_random: whether one of them chooses at random.
+        owner: [query rows] the request of each.
     """
 
     def __init__(self, state: SlowFast, entries: Sequence[Entry], segments: np.ndarray) -> None:
@@ -326,12 +331,13 @@ class Step:
         settled = state.frozen[self.rows] & ~state.phases.stale(self.rows)
         asking = self.slow & (self.start >= 0) & ~settled
         # No table is longer than its request.
-        room = state.ring.capacity(state.wide(int(self.lengths[asking].max()))) if asking.any() else 0
-        room = min(room, len(self.rows))
+        self.width = state.wide(int(self.lengths[asking].max(initial=1)))
+        room = min(state.ring.capacity(self.width), len(self.rows))
         self.evidence = grant_evidence(asking, self.start, self.lengths, room, state.config)
-        self.refreshed = (self.evidence >= 0) | (self.slow & settled)
-        self.capacity = int((self.evidence >= 0).sum())
-        self.at_random = bool((state.reading[self.rows, 2] >= 0).any())
+        renewed = self.evidence >= 0
+        self.refreshed = renewed | (self.slow & settled)
+        self.capacity = int(renewed.sum())
+        self.at_random = bool((state.reading[self.rows[renewed], 2] >= 0).any())
         counts = np.array([1 + entry.drafted for entry in entries])
         assert not (self.slow & (self.start >= 0) & (counts > 1)).any(), "a slow step has one row"
         # Of each query row its request, and the rows of that request behind it.
@@ -346,11 +352,6 @@ class Step:
     def __len__(self) -> int:
         """Requests."""
         return len(self.rows)
-
-    @property
-    def renews_nothing(self) -> bool:
-        """Whether no selection is renewed and each request has one row: its kernels need nothing but the plans."""
-        return not self.capacity and len(self.owner) == len(self.rows)
 
     def attend(
         self,

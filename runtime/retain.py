@@ -25,7 +25,7 @@ def top_indices(scores: torch.Tensor, count: int, forced: torch.Tensor | None = 
     """Ascending indices of the ``count`` best entries along the last dimension, forced ones first.
 
     Args:
-        scores: [..., n] floating; NaN ranks last.
+        scores: [..., n] floating, compared in float32; NaN ranks last.
         count: how many stay, the forced ones included; cut to [0, n].
         forced: [f] distinct indices that stay in every row, even where they alone exceed ``count``; None for none.
 
@@ -37,10 +37,9 @@ def top_indices(scores: torch.Tensor, count: int, forced: torch.Tensor | None = 
     if kept == total:
         return torch.arange(total, device=scores.device).expand(scores.shape)
     # Infinities are left to the forced entries and to NaN.
-    limit = torch.finfo(scores.dtype).max
-    scores = scores.clamp(-limit, limit).nan_to_num(nan=float("-inf"))
+    limit = torch.finfo(torch.float32).max
+    scores = scores.float().clamp(-limit, limit).nan_to_num(nan=float("-inf"))
     if forced is not None:
         scores[..., forced] = float("inf")
-    everything = torch.ones((), dtype=torch.bool, device=scores.device)
-    budget = torch.full((), kept, device=scores.device)
-    return stable_top_k(scores, everything, budget, kept)[0].long()
+    none, everything, budget = (torch.full((), n, device=scores.device) for n in (0, total, kept))
+    return stable_top_k(scores, none, everything, budget, kept)[0].long()

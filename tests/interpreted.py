@@ -54,11 +54,15 @@ class Oracle:
         self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.draft, self.triggers = drafted.Draft(draft), triggers
 
-    def check(self, name, answer, tokens=NEW_TOKENS):
-        """An answer of ``tokens`` is as it has to be; the account that came with it."""
+    def check(self, name, answer, tokens=NEW_TOKENS, policy=None):
+        """An answer of ``tokens`` is as it has to be; the account that came with it.
+
+        Args:
+            policy: that of ``name`` unless it is given.
+        """
         prompt, meta = prompt_of(name), answer["meta_info"]
         told = combined.of_policy(
-            POLICIES[name],
+            POLICIES[name] if policy is None else policy,
             prompt,
             TSP,
             lambda rate: self.draft.kept(prompt, rate, steps=LOOKAHEAD),

@@ -57,8 +57,8 @@ class InOrder:
 class CudaLanes:
     """Two CUDA streams: the one that is current when work is enqueued, and one of the least priority.
 
-    CUDA's least priority is also the default one: for the auxiliary stream to yield, the main stream has to be
-    created with a higher priority (a negative number).
+    CUDA's least priority is also the default one: the auxiliary stream yields to a main stream that was created
+    with a higher priority (a negative number), also in a graph that both were captured in.
     """
 
     def __init__(self, device: torch.device | str | int = "cuda") -> None:
@@ -161,7 +161,11 @@ class RefreshExecutor:
 
 
 class EvidenceRing:
-    """Memory for the evidence of ``slots`` layers, allocated once and viewed in each step's shape."""
+    """Memory for the evidence of ``slots`` layers, allocated once and viewed in each step's shape.
+
+    Attributes:
+        entries: of one request alone that fit in a slot, one query per head; or of several together.
+    """
 
     def __init__(
         self, slots: int, heads: int, kv_heads: int, budget_bytes: int, device: torch.device | str = "cpu"
@@ -172,6 +176,8 @@ class EvidenceRing:
         """
         self.heads, self.kv_heads = heads, kv_heads
         self._memory = torch.empty(slots, budget_bytes // (4 * slots), dtype=torch.float32, device=device)
+        # Multiples of 16, so that norms behind logits begin where whole lines do.
+        self.entries = self._memory.shape[1] // (heads + kv_heads) // 16 * 16
 
     def capacity(self, width: int, window: int = 1) -> int:
         """How many requests of up to ``width`` table entries fit in a slot."""
@@ -194,4 +200,19 @@ class EvidenceRing:
         return Evidence(
             memory[:logits].view(requests, self.heads, window, width),
             memory[logits : logits + norms].view(requests, self.kv_heads, width),
+        )
+
+    def captured(self, slot: int, requests: int, pitch: torch.Tensor) -> Evidence:
+        """A slot for a launch that serves any lengths: of up to ``requests`` rows that are ``pitch`` apart.
+
+        Args:
+            pitch: [1] int32 on the device, the width of the evidence. Where there are ``n`` rows,
+                ``n * pitch`` may be up to ``entries - requests``.
+        """
+        each, memory = self.entries // requests, self._memory[slot]
+        logits, norms = memory[: self.entries * self.heads], memory[self.entries * self.heads :]
+        return Evidence(
+            logits[: requests * self.heads * each].view(requests, self.heads, 1, each),
+            norms[: requests * self.kv_heads * each].view(requests, self.kv_heads, each),
+            pitch,
         )

@@ -70,8 +70,8 @@ def select(
     selected: int,
     config: SelectorConfig,
     budget: torch.Tensor | None = None,
-    drawn: torch.Tensor | None = None,
-    at_random: torch.Tensor | None = None,
+    drawn: tuple[torch.Tensor, torch.Tensor] | None = None,
+    pitch: torch.Tensor | None = None,
 ) -> Selection:
     """Choose at most ``selected`` entries per KV head (Eqs. 6 to 24).
 
@@ -81,15 +81,16 @@ def select(
         key_norms: [requests, kv_heads, n] float32, Euclidean norms of the keys.
         begin, end: [requests] int, the candidate ranges.
         budget: [requests] int, what each request takes at most, if that is less than ``selected``.
-        drawn: [requests, kv_heads, n] scores that take the place of the Selector's for the requests of
-            ``at_random`` [requests] bool; None where there are none.
+        drawn: [requests, kv_heads, n] scores that take the place of the Selector's, and [requests] bool, for whom.
+        pitch: as for ``selector_scores``.
     """
-    scores = selector_scores(logits, key_norms, begin, end, config)
-    index = torch.arange(logits.shape[-1], device=logits.device)
-    valid = (index >= begin.unsqueeze(-1)) & (index < end.unsqueeze(-1))
-    if drawn is not None and at_random is not None:
-        scores = torch.where(at_random.view(-1, 1, 1), drawn, scores)
-    most = torch.full_like(begin, selected) if budget is None else budget.clamp(max=selected)
-    width = min(selected, logits.shape[-1])
-    indices, counts = stable_top_k(scores, valid.unsqueeze(1), most.unsqueeze(-1), width)
+    scores = selector_scores(logits, key_norms, begin, end, config, pitch)
+    if drawn is not None:
+        assert pitch is None
+        instead, at_random = drawn
+        scores = torch.where(at_random.view(-1, 1, 1), instead, scores)
+    most = torch.full_like(begin, selected) if budget is None else budget
+    width = min(selected, logits.shape[-1]) if pitch is None else selected
+    low, high, most = (each.unsqueeze(-1) for each in (begin, end, most))
+    indices, counts = stable_top_k(scores, low, high, most, width, pitch)
     return Selection(indices, counts[:, 0])

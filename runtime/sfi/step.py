@@ -3,7 +3,7 @@
 A step is planned on the host, from the host's numbers, and sent to the device as a whole: nothing waits for a GPU.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,31 +14,31 @@ from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.selector import Selection, candidates, random_scores, select
 from fathom.runtime.staging import send
 
+NOBODY = (-1, 0, 0, 0, 0, -1, 0)
+"""A column of :class:`RefreshBatch` that no request takes."""
 
-@dataclass(frozen=True)
+
 class RefreshBatch:
     """The requests whose selection is renewed; entry e owns row e of the step's evidence. All [capacity] int64.
 
     Attributes:
+        packed: [7, capacity], the others one after the other.
         rows: page-table row, or -1 where the entry is not taken.
         begin, end: candidate range in the request's table; empty where the entry is not taken.
         start: first token of the request's run in every layer's compact buffer.
-        selected: entries that are chosen per KV head at most; None for the configuration's number.
-        seed: of a choice at random, -1 for the Selector's; None where no request chooses at random.
+        selected: entries that are chosen per KV head at most.
+        seed: of a choice at random, -1 for the Selector's.
         length: tokens of the request, for the choice at random.
     """
 
-    rows: torch.Tensor
-    begin: torch.Tensor
-    end: torch.Tensor
-    start: torch.Tensor
-    selected: torch.Tensor | None = None
-    seed: torch.Tensor | None = None
-    length: torch.Tensor | None = None
+    def __init__(self, packed: torch.Tensor) -> None:
+        self.packed = packed
+        self.rows, self.begin, self.end, self.start, self.selected, self.seed, self.length = packed.unbind()
 
-
-NOBODY = RefreshBatch(*torch.zeros(7, 0, dtype=torch.int64))
-"""Of a step that renews no selection."""
+    @classmethod
+    def nobody(cls, capacity: int) -> "RefreshBatch":
+        """Entries that no request takes."""
+        return cls(torch.tensor(NOBODY).unsqueeze(1).repeat(1, capacity))
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,11 @@ class SfiStep:
         """The same step with its tensors on a device, for kernels; itself where they are there already."""
         if self.plan.packed.device == torch.device(device):
             return self
-        names = [field.name for field in fields(RefreshBatch)]
-        moved = {
-            name: send(held, device) for name in names if (held := getattr(self.refresh, name)) is not None
-        }
         plan = SegmentPlan(send(self.plan.packed, device), self.plan.kv_heads)
-        return SfiStep(plan, self.refreshed, self.held, RefreshBatch(**moved))
+        refresh = self.refresh
+        if refresh.packed.numel():
+            refresh = RefreshBatch(send(refresh.packed, device))
+        return SfiStep(plan, self.refreshed, self.held, refresh)
 
 
 def grant_evidence(
@@ -172,15 +171,14 @@ def plan_span(
     descriptor[:, 5] = np.where(packed, evidence, -1)
     plan = SegmentPlan(torch.from_numpy(descriptor), kv_heads)
     if capacity == 0:
-        return SfiStep(plan, refreshed, held, NOBODY)
+        return SfiStep(plan, refreshed, held, RefreshBatch.nobody(0))
 
     # Entry `capacity` collects the rows that are not packed and is cut off.
     first, last = candidates(lengths, config, reads.recent)
     slot = np.where(packed, evidence, capacity)
-    gathered = np.zeros((7, capacity + 1), np.int64)
-    gathered[0] = -1
+    gathered = np.tile(np.array(NOBODY)[:, None], capacity + 1)
     gathered[:, slot] = rows, first, last, start, reads.selected, reads.seed, reads.length
-    batch = RefreshBatch(*torch.from_numpy(gathered[:, :capacity].copy()))
+    batch = RefreshBatch(torch.from_numpy(gathered[:, :capacity].copy()))
     renewed = np.where(complete, config.sink + np.minimum(last - first, reads.selected), -1)
     return SfiStep(plan, refreshed, np.where(refreshed, renewed, held), batch)
 
@@ -199,9 +197,10 @@ def seed_step(
     """
     seeded = (start >= 0) & (lengths >= config.sink)
     first, last = candidates(lengths, config)
-    told = (np.where(seeded, rows, -1), first * seeded, last * seeded, np.maximum(start, 0))
+    told = np.tile(np.array(NOBODY)[:, None], len(rows))
+    told[:5, seeded] = np.stack([rows, first, last, start, np.full_like(rows, config.selected)])[:, seeded]
     held = config.sink + np.minimum(last - first, config.selected)
-    return RefreshBatch(*map(torch.from_numpy, told)), seeded, held * seeded
+    return RefreshBatch(torch.from_numpy(told)), seeded, held * seeded
 
 
 def refresh_layer(
@@ -219,15 +218,15 @@ def refresh_layer(
 
     Args:
         layer: its number; at_random: whether some request of the batch chooses at random.
-        evidence: logits [capacity, heads, window, width] and key norms [capacity, kv_heads, width].
+        evidence: logits [capacity, heads, window, width] and key norms [capacity, kv_heads, width]; with a
+            ``pitch`` no launch depends on the lengths, and nobody may choose at random.
         pool, compact, page_table: as in :func:`fathom.kernels.pack_segment.pack_segment`.
     """
     capacity, kv_heads, width = evidence.key_norms.shape
     logits = evidence.logits.view(capacity, kv_heads, -1, width)
     drawn = None
-    if at_random and batch.seed is not None and batch.length is not None:
-        drawn = random_scores(batch.seed.clamp(min=0), batch.length, layer, kv_heads, width)
-    chosen_so = None if batch.seed is None else batch.seed >= 0
+    if at_random:
+        drawn = random_scores(batch.seed.clamp(min=0), batch.length, layer, kv_heads, width), batch.seed >= 0
     selection = select(
         logits,
         evidence.key_norms,
@@ -237,7 +236,7 @@ def refresh_layer(
         selector,
         batch.selected,
         drawn,
-        chosen_so,
+        evidence.pitch,
     )
     pack_segment(pool, compact, page_table, batch.rows, batch.start, selection.indices, config.sink)
     return selection

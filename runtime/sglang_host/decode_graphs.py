@@ -1,19 +1,24 @@
 """Decode steps that are captured once per batch size and replayed, over depth pages."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.triton_attention import (
+    ALTERNATING,
+    DENSE,
+    RENEWING,
+    TritonAttentionBackend,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-DENSE, ALTERNATING = "dense", "alternating"
-
 
 class Variants:
-    """What is captured of each batch size: requests that read everything, and such as decode slow and fast.
+    """What is captured of each batch size: requests that read everything, such as decode slow and fast, and such as
+    renew selections.
 
     Of the form of SGLang's ``AttentionGraphVariants``.
     """
@@ -23,10 +28,13 @@ class Variants:
 
     @property
     def capture_labels(self) -> tuple[str, ...]:
-        return (DENSE,) if self.backend.slow_fast is None else (DENSE, ALTERNATING)
+        return (DENSE,) if self.backend.slow_fast is None else (DENSE, ALTERNATING, RENEWING)
 
     def select(self, forward_batch: "ForwardBatch") -> str:
-        return DENSE if self.backend.alternating is None else ALTERNATING
+        step = self.backend.alternating
+        if step is None:
+            return DENSE
+        return RENEWING if step.capacity else ALTERNATING
 
 
 class DecodeGraphRunner(DecodeCudaGraphRunner):
@@ -39,7 +47,7 @@ class DecodeGraphRunner(DecodeCudaGraphRunner):
     attn_backend: TritonAttentionBackend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.replayed = {DENSE: 0, ALTERNATING: 0}
+        self.replayed = dict.fromkeys((DENSE, ALTERNATING, RENEWING), 0)
         super().__init__(*args, **kwargs)
 
     @property
@@ -50,9 +58,22 @@ class DecodeGraphRunner(DecodeCudaGraphRunner):
     def attention_graph_variants(self, _: Any) -> None:
         """SGLang's own are of models that our backend does not serve."""
 
-    def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
-        with self.attn_backend.capturing(ALTERNATING in args):
-            super().capture_one_shape(size, forward, *args)
+    def capture_one_shape(
+        self,
+        size: int,
+        forward: Any,
+        stream_idx: Any = None,
+        variant_label: Any = None,
+        attention_variant: str = DENSE,
+    ) -> None:
+        def around(*args: Any, **kwargs: Any) -> Any:
+            # The auxiliary lane's work is a part of what is captured, up to the barrier at its end.
+            slow_fast = self.attn_backend.slow_fast if attention_variant == RENEWING else None
+            with nullcontext() if slow_fast is None else slow_fast.executor.step():
+                return forward(*args, **kwargs)
+
+        with self.attn_backend.capturing(attention_variant):
+            super().capture_one_shape(size, around, stream_idx, variant_label, attention_variant)
 
     def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
         lengths = forward_batch.seq_lens_cpu

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+DENSE, ALTERNATING, RENEWING = "dense", "alternating", "renewing"
+"""What is captured: steps of requests that read everything, of such as alternate, of such as choose anew."""
+
+
 class TritonAttentionBackend(SpanAttentionBackend):
     """Paged attention in Triton: float32, bfloat16 and float16, any group and head size, chunked prefill."""
 
@@ -42,8 +46,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
     """Whose steps are captured too; told before the first capture."""
     captured_step: CapturedStep | None = None
     """Stands for the steps of requests which alternate in what is captured and replayed."""
-    captures_alternating = False
-    """Whether that is being captured."""
+    captures = DENSE
+    """What is being captured, if something is."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
@@ -90,32 +94,32 @@ class TritonAttentionBackend(SpanAttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.tables.widen(max_bs, max_num_tokens)
         if self.slow_fast is not None:
-            device = self.req_to_token.device
-            self.captured_step = CapturedStep(self.slow_fast.compact, self.kv_pool.span, max_bs, device)
+            self.captured_step = CapturedStep(self.slow_fast, max_bs)
 
     def replays(self, lengths: torch.Tensor) -> bool:
         """Whether a captured step can take the place of this decode step.
 
-        A captured step is the model's own forward, of which nobody sees the layers and in which no selection is
-        renewed. Its buffers are the first ones, which hold as many entries as the pool has slots.
+        A captured step is the model's own forward, of which nobody sees the layers. Its buffers are the first ones,
+        which hold as many entries as the pool has slots.
 
         Args:
             lengths: [requests] tokens of each request, on the host.
         """
         if self.watched or self.replaced:
             return False
-        if self.alternating is not None and not self.alternating.renews_nothing:
+        captured = self.captured_step
+        if self.alternating is not None and not (captured and captured.serves(self.alternating)):
             return False
         return self.tables.first.hold(len(lengths), int(lengths.sum()) + len(lengths), len(lengths))
 
     @contextmanager
-    def capturing(self, alternating: bool) -> Iterator[None]:
-        """Within it a step is captured, of requests that all read everything or of such as alternate."""
-        self.captures_alternating = alternating
+    def capturing(self, what: str) -> Iterator[None]:
+        """Within it a step is captured: ``DENSE``, ``ALTERNATING`` or ``RENEWING``."""
+        self.captures = what
         try:
             yield
         finally:
-            self.captures_alternating = False
+            self.captures = DENSE
 
     def set_batch(self, batch: Batch) -> None:
         super().set_batch(batch)
@@ -142,7 +146,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.padded_to = forward_batch.batch_size
         views = [self.views[span] for span in range(self.tables.spans)]
         there = [self.device_view(span * self.kv_pool.span, view) for span, view in enumerate(views)]
-        if self.captures_alternating or self.alternating is not None:
+        if self.captures != DENSE or self.alternating is not None:
             assert self.captured_step is not None
             self.captured_step.fill(self.padded_to, self.alternating, views, there)
 
@@ -183,9 +187,12 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
-        if self.captures_alternating:
+        if self.captures != DENSE:
             assert self.captured_step is not None
-            return self.captured_step.attend(layer.layer_id, query, self._pool(layer), there, layer.scaling)
+            renews = self.captures == RENEWING
+            return self.captured_step.attend(
+                layer.layer_id, query, self._pool(layer), there, layer.scaling, renews
+            )
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         # From shapes alone: a captured launch serves any lengths.
         splits = pick_splits(len(query) * layer.tp_k_head_num, self.longest, self.processors)

@@ -19,7 +19,7 @@ from fathom.runtime.decode import Outcome, SlowFast
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
-from fathom.runtime.sglang_host import draft_cache, gpu_memory, kv_schedule, slow_fast
+from fathom.runtime.sglang_host import draft_cache, gpu_memory, gpu_streams, kv_schedule, slow_fast
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
@@ -58,6 +58,8 @@ class FathomWorker(TpModelWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if isinstance(current_platform, FathomCudaPlatform):
+            gpu_streams.put_steps_first(self.model_runner)
         if get_spec().speculative_draft_model_path is not None:
             self.draft_worker = DraftWorker(self)
 

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.runner_utils import pool
 from sglang.srt.platforms import (
     current_platform,  # first: it asks our plugin, which could not answer while half loaded
 )
+from sglang.srt.runtime_context import get_resources
 
-from fathom.runtime.sglang_host import engine_args, platform
+from fathom.runtime.sglang_host import engine_args, gpu_streams, platform
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
 
 CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
@@ -47,6 +50,19 @@ def test_depth_pages_on_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setenv(GPU_DEPTH_PAGES, "1")
     with pytest.raises(ValueError, match="--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees"):
         engine_args.build(["--model-path", "m"])
+
+
+def test_steps_go_before_what_runs_beside_them(monkeypatch):
+    made = []
+    module = SimpleNamespace(Stream=lambda priority: made.append(priority) or f"stream {len(made)}")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    runner = SimpleNamespace(device="cuda", forward_stream="SGLang's")
+    try:
+        gpu_streams.put_steps_first(runner)
+        captured_on = pool.get_or_create_global_graph_capture_stream()
+        assert [runner.forward_stream, captured_on] == ["stream 1", "stream 2"] and made == [-1, -1]
+    finally:
+        get_resources().streams.clear()
 
 
 REFUSED = {

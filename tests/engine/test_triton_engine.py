@@ -5,6 +5,7 @@ Every mechanism alone and all together, in common batches, in captured steps and
 
 import shutil
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,19 +102,35 @@ def test_captured_steps_serve_batches_of_other_sizes(server, answers, expected):
         expected.check(name, answer.result(), tokens[name])
 
 
-def test_steps_that_renew_no_selection_are_replayed(server, answers, expected):
-    """Fast steps, of one request and beside others that read everything; slow ones are computed layer by layer."""
-    before, tokens = server.engine()["replayed_steps"]["alternating"], 8
+def replayed_steps(server):
+    return Counter(server.engine()["replayed_steps"])
+
+
+def test_slow_and_fast_steps_are_replayed(server, answers, expected):
+    """Those of one request, and beside others that read everything; two requests out of step, too."""
+    before, tokens = replayed_steps(server), 8
     alone = ask(server, prompt_of("SFI"), POLICIES["SFI"], tokens)
-    fast = expected.check("SFI", alone, tokens)["fast_steps"]
-    replayed = server.engine()["replayed_steps"]["alternating"] - before
-    assert replayed == fast > 2
-    names = ["SFI", "dense", "SPEED"]
-    with ThreadPoolExecutor(len(names)) as pool:
-        asked = {name: pool.submit(ask, server, prompt_of(name), POLICIES[name], tokens) for name in names}
-    for name, answer in asked.items():
-        expected.check(name, answer.result(), tokens)
-    assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 2
+    account = expected.check("SFI", alone, tokens)
+    replayed = replayed_steps(server) - before
+    assert replayed == {"alternating": account["fast_steps"], "renewing": account["slow_steps"]}
+    assert account["fast_steps"] > 2 and account["slow_steps"] > 1
+    policies = {name: POLICIES[name] for name in ("SFI", "dense", "SPEED")} | {"another": POLICIES["SFI"]}
+    with ThreadPoolExecutor(len(policies)) as pool:
+        answers = pool.map(lambda name: ask(server, prompt_of(name), policies[name], tokens), policies)
+        accounts = {
+            name: expected.check(name, answer, tokens, policies[name])
+            for name, answer in zip(policies, answers, strict=True)
+        }
+    replayed = replayed_steps(server) - replayed - before
+    assert replayed["renewing"] >= max(accounts[name]["slow_steps"] for name in ("SFI", "another"))
+    assert replayed["alternating"] >= 1
+
+
+def test_choices_at_random_are_not_replayed(server):
+    before = replayed_steps(server)
+    answer = ask(server, prompt_of("SFI"), {"decode": "slow_fast", "sfi_selection": "random"}, 6)
+    account, replayed = answer["meta_info"]["fathom"], replayed_steps(server) - before
+    assert replayed == {"alternating": account["fast_steps"]} and account["slow_steps"] > 1
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from triton.knobs import runtime
 
-from fathom.kernels import pack_segment, selector_scores, two_segment_attention
+from fathom.kernels import pack_segment, selector_scores, stable_top_k, two_segment_attention
 
 PARAMETERS = SimpleNamespace(
     power=0.5,
@@ -36,10 +36,49 @@ def compare_scores(kv_heads: int, rows: int, n: int, begin: list[int], end: list
     outside = (index < first[:, None]) | (index >= last[:, None])
     logits.masked_fill_(outside[:, None, None], float("nan"))  # never written
     norms.masked_fill_(outside[:, None], float("nan"))
-    want = selector_scores.selector_scores_torch(logits, norms, first, last, c)
-    got = selector_scores.selector_scores_triton(logits, norms, first, last, c)
+    own = ~outside[:, None].expand(norms.shape)
+    want = selector_scores.selector_scores_torch(logits, norms, first, last, c)[own]
+    got = selector_scores.selector_scores_triton(logits, norms, first, last, c)[own]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
-    assert torch.isfinite(got).sum() == kv_heads * sum(e - b for b, e in zip(begin, end, strict=True))
+    # The same memory as that of a captured step: for more requests that are shorter.
+    more = torch.tensor([*begin, 0, 0]), torch.tensor([*end, 0, 0])
+    per = -(-len(begin) * n // (len(begin) + 2))
+    logits, norms = (padded(x, (len(begin) + 2, *x.shape[1:-1], per)) for x in (logits, norms))
+    pitch = torch.tensor([n], dtype=torch.int32)
+    scores = selector_scores.selector_scores_triton(logits, norms, *more, c, pitch)
+    assert torch.equal(scores.flatten()[: own.numel()].view(own.shape)[own], got)
+    # Its best, from there: those of the whole tensor.
+    budget = torch.tensor([[min(40, n)], *[[7]] * (len(begin) + 1)])
+    lows, highs = (x.unsqueeze(-1) for x in more)
+    chosen, _ = stable_top_k.stable_top_k(scores, lows, highs, budget, 50, pitch)
+    whole = scores.flatten()[: own.numel()].view(own.shape)
+    few = [x[: len(begin)] for x in (lows, highs, budget)]
+    assert torch.equal(chosen[: len(begin)], stable_top_k.stable_top_k(whole, *few, 50)[0])
+    return 1
+
+
+def padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The same memory, and a little more, in another shape."""
+    found = torch.full(shape, float("nan"))
+    found.view(-1)[: x.numel()] = x.flatten()
+    return found
+
+
+def compare_top_k(n: int) -> int:
+    """Scores that differ in any of their bits, some of them the same."""
+    scores = torch.randn(3, 2, n) * 10.0 ** torch.randint(-3, 4, (3, 2, n))
+    scores = torch.where(torch.rand(scores.shape) < 0.3, scores.round(), scores)
+    scores[0, 0, ::3] *= -0.0
+    scores[1, :, ::5] = float("-inf")
+    begin = torch.randint(0, n + 1, (3, 1))
+    end, budget = torch.maximum(begin, torch.randint(0, n + 1, (3, 1))), torch.randint(0, n + 3, (3, 2))
+    end[0], begin[0] = n, 0
+    width = int(budget.max())
+    indices, counts = stable_top_k.stable_top_k(scores, begin, end, budget, width)
+    want = stable_top_k.stable_top_k_reference(scores, begin, end, budget)
+    got = [row[:count].tolist() for row, count in zip(indices.flatten(0, 1), counts.flatten(), strict=True)]
+    assert got == want
+    assert (indices[torch.arange(width) >= counts.unsqueeze(-1)] == -1).all()
     return 1
 
 
@@ -75,6 +114,15 @@ def compare_attention(
         results.append((*function(query, pool, compact, table, plan, 0.3, kept), kept.logits, kept.key_norms))
         alone = function(query, pool, compact, table, plan, 0.3)
         torch.testing.assert_close(alone, results[-1][:2])
+    # In the memory that five shorter rows would have.
+    flat = two_segment_attention.Evidence(
+        torch.full((5, heads, window, 2 * width // 5), 7.0),
+        torch.full((5, kv_heads, 2 * width // 5), 7.0),
+        torch.tensor([width], dtype=torch.int32),
+    )
+    again = two_segment_attention.two_segment_attention_triton(query, pool, compact, table, plan, 0.3, flat)
+    of_one_shape = (flat.logits.view_as(kept.logits), flat.key_norms.view_as(kept.key_norms))
+    assert all(map(torch.equal, (*again, *of_one_shape), results[1]))
     tolerance = 1e-4 if dtype == torch.float32 else 5e-3  # weights are rounded to the values' dtype
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
@@ -108,4 +156,5 @@ if __name__ == "__main__":
     done += compare_attention(1, 8, 4, 16, 16, torch.float32, copies=2)
     done += compare_attention(2, 8, 8, 16, 16, torch.float32)
     done += compare_packing(16, 16, 4) + compare_packing(20, 8, 0)
+    done += compare_top_k(1) + compare_top_k(300) + compare_top_k(5000)
     print(done, "comparisons")
