@@ -42,6 +42,7 @@ class Work:
     Attributes:
         lengths: of prompts, in tokens; batch: prompts at a time; output: tokens of each answer.
         cached: compute the prompts before the clock starts, so that decoding alone is timed.
+        documents: different prompts in a batch; 0 for all of them. Requests with the same one share its KV.
     """
 
     lengths: Sequence[int]
@@ -51,6 +52,7 @@ class Work:
     vocab: int
     seed: int
     cached: bool = False
+    documents: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,12 @@ def _measured(
         engine.stop()
 
 
-def prompts_of(length: int, batch: int, vocab: int, seed: str) -> list[list[int]]:
+def prompts_of(length: int, work: Work, turn: int) -> list[list[int]]:
     """Prompts of random words: the same for each variant of a round."""
-    draw = random.Random(seed)
-    return [[draw.randrange(FIRST_WORD, vocab) for _ in range(length)] for _ in range(batch)]
+    draw = random.Random(f"{work.seed}/{length}/{turn}")
+    different = min(work.documents or work.batch, work.batch)
+    prompts = [[draw.randrange(FIRST_WORD, work.vocab) for _ in range(length)] for _ in range(different)]
+    return [prompts[i % different] for i in range(work.batch)]
 
 
 def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> dict[str, Cell]:
@@ -148,7 +152,7 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
     for turn in range(-1, work.rounds):
         for name in order([way.name for way in ways], turn):
             way = next(way for way in ways if way.name == name)
-            prompts = prompts_of(length, work.batch, work.vocab, f"{work.seed}/{length}/{turn}")
+            prompts = prompts_of(length, work, turn)
             engine.forget()
             if work.cached:
                 engine.run(prompts, 1, way.policy)

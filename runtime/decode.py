@@ -18,7 +18,7 @@ from fathom.kernels.two_segment_attention import Evidence, plan_segments, two_se
 from fathom.runtime.kv.device_view import DeviceView
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
-from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, SfiOptions
+from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, GPU_SHARE, SfiOptions
 from fathom.runtime.sfi.refresh import EvidenceRing, RefreshExecutor, lanes_of
 from fathom.runtime.sfi.rules import FROZEN, NONE, RANDOM, Reading
 from fathom.runtime.sfi.step import Reads, RefreshBatch, SfiStep, grant_evidence, plan_span, refresh_layer
@@ -40,6 +40,7 @@ class Shape:
         longest: most tokens that a request can get.
         rows: request rows of the engine; a row's number is below it.
         device: of keys and values. What each request reads is decided on the host.
+        memory: bytes of a GPU that has them; 0 on a CPU.
     """
 
     layers: int
@@ -52,6 +53,7 @@ class Shape:
     longest: int
     rows: int
     device: torch.device | str = "cpu"
+    memory: int = 0
 
     def run(self, options: SfiOptions) -> RunShape:
         """Size of one request's compact buffers."""
@@ -65,8 +67,8 @@ class Shape:
         """Budget of all compact buffers together."""
         if options.buffer_mib is not None:
             return int(options.buffer_mib * MIB)
-        one = self.run(options).bytes
-        return max(min(DEFAULT_BUFFERS * one, int(DEFAULT_BUFFER_MIB * MIB)), one)
+        one, most = self.run(options).bytes, max(int(DEFAULT_BUFFER_MIB * MIB), self.memory // GPU_SHARE)
+        return max(min(DEFAULT_BUFFERS * one, most), one)
 
     def evidence_bytes(self, options: SfiOptions, slots: int) -> int:
         """Memory of the evidence in a ring of ``slots``; each holds at least the longest request's."""

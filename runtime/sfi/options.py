@@ -18,7 +18,7 @@ class SfiOptions:
 
     Attributes:
         buffer_mib: memory of all compact buffers together, in MiB; None for :data:`DEFAULT_BUFFERS` of them, within
-            :data:`DEFAULT_BUFFER_MIB`.
+            :data:`DEFAULT_BUFFER_MIB` or a part of a GPU, 1 / :data:`GPU_SHARE`, whichever is more.
         evidence_mib: memory for attention logits and key norms of the requests that are refreshed in one step, in
             MiB. The longest request always fits; what does not fit waits for a later step.
     """
@@ -31,6 +31,7 @@ class SfiOptions:
 
 DEFAULT_BUFFERS = 16
 DEFAULT_BUFFER_MIB = 1024.0
+GPU_SHARE = 10
 
 
 def _numbers() -> list[Field[Any]]:
@@ -59,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MIB",
         help="memory of all compact buffers; a request that finds none free decodes dense, and its answer says so "
-        f"(default: {DEFAULT_BUFFERS} buffers, at most {DEFAULT_BUFFER_MIB:g} MiB, at least one buffer)",
+        f"(default: {DEFAULT_BUFFERS} buffers, at most {DEFAULT_BUFFER_MIB:g} MiB or 1/{GPU_SHARE} of a GPU, at least "
+        "one buffer)",
     )
     group.add_argument(
         _flag("evidence_mib"),

@@ -17,7 +17,7 @@ from fathom.runtime.sfi.refresh import RING_SLOTS
 from fathom.runtime.sglang_host import flashinfer_prefill
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
-from fathom.runtime.sglang_host.slow_fast import SETTINGS
+from fathom.runtime.sglang_host.slow_fast import SETTINGS, gpu_bytes
 
 _cell_size = DefaultPoolConfigurator._compute_cell_size
 _available_bytes = KVCacheConfigurator._profile_available_bytes
@@ -51,6 +51,7 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
         runner.kv_cache_dtype,
         config.context_len,
         rows=0,
+        memory=gpu_bytes(runner),
     )
     waiting = 2 * LAYOUT.propagation_buffer * config.hidden_size * config.dtype.itemsize
     fixed = shape.buffer_bytes(SETTINGS.options) + shape.evidence_bytes(SETTINGS.options, RING_SLOTS)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.decode import AS_SERVED, Entry, Outcome, Shape, SlowFast, Step
@@ -72,6 +74,12 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
+def gpu_bytes(runner: "ModelRunner") -> int:
+    """Memory of the model's GPU; 0 on a CPU."""
+    on_cpu = torch.device(runner.device).type == "cpu"
+    return 0 if on_cpu else current_platform.get_device_total_memory(runner.gpu_id)
+
+
 def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
     """The state for the served model: buffers and phases. Attention is compiled by the backend's own warm-up.
 
@@ -92,6 +100,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
         longest=rows.shape[1],
         rows=rows.shape[0],
         device=keys.device,
+        memory=gpu_bytes(runner),
     )
     vocabulary = config.vocab_size
     ids = trigger_ids(getattr(tokenizer, "backend_tokenizer", tokenizer))

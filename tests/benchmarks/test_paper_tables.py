@@ -25,6 +25,8 @@ WORK = (
     "12",
     "--sfi-batch",
     "2",
+    "--sfi-documents",
+    "1",
     "--kernel-length",
     "512",
 )

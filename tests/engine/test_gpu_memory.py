@@ -60,6 +60,16 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
 
 
+def test_compact_buffers_may_take_a_tenth_of_a_gpu(layout, monkeypatch):
+    """A model of 8 billion parameters has buffers of 257 MiB: of sixteen, three would be left of 1 GiB."""
+    run = SfiOptions().config.compact_tokens * 32 * 8 * (128 + 128) * 2
+    before = gpu_memory.reserve_of(worker(32), None).fixed
+    monkeypatch.setattr(gpu_memory, "gpu_bytes", lambda runner: 80 << 30)
+    assert gpu_memory.reserve_of(worker(32), None).fixed - before == 16 * run - 1024 * MIB
+    monkeypatch.setattr(gpu_memory, "gpu_bytes", lambda runner: 24 << 30)
+    assert gpu_memory.reserve_of(worker(32), None).fixed - before == (24 << 30) // 10 - 1024 * MIB
+
+
 def test_flashinfers_workspaces_are_counted_where_it_is_taken(layout, monkeypatch):
     """One integer workspace per span of the target, one for the draft, and a float workspace for each."""
     drafts = worker(32), worker(16, head_dim=64)
