@@ -259,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
         "--sfi-documents",
         type=int,
         default=0,
-        help="different prompts in SFI's batch (default: all); where the KV of all does not fit, requests share them",
+        help="different prompts in SFI's batch (default: all); where not all fit, requests share them",
     )
     result.add_argument("--kernel-length", type=int, default=16384, help="KV length of SFI's Table 1")
     result.add_argument("--rounds", type=int, default=3)
@@ -350,7 +350,9 @@ def main(argv: Sequence[str]) -> int:
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
             rows = sfi_rows(
-                run_group(engines, ways, Work(args.lengths, *size, True, args.sfi_documents), started, reports)
+                run_group(
+                    engines, ways, Work(args.lengths, *size, True, args.sfi_documents), started, reports
+                )
             )
             report.table("Slow-Fast Inference, Figure 4: decode, tokens/s", rows)
     if "kernels" in args.tables:

@@ -143,6 +143,7 @@ def launch(
                 depth_span=face.depth_span,
                 tsp_layer=face.limits.tsp_layer or None,
                 propagation_buffer=face.propagation_buffer or 0,
+                shallow_factor=face.shallow_factor,
                 sfi=face.sfi,
                 draft_cost=face.draft_cost,
                 gpu_prefill=face.gpu_prefill,

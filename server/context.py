@@ -26,6 +26,7 @@ class Face:
         tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to 0.47 L.
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
+        shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
         sfi: how requests decode slow and fast.
         draft_cost: time of a draft step as a share of the model's; None to estimate it.
         gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
@@ -40,6 +41,7 @@ class Face:
     tsp_layer: int | None = None
     profile: Path | None = None
     propagation_buffer: int | None = None
+    shallow_factor: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
     draft_cost: float | None = None
     gpu_prefill: str = "auto"

@@ -9,14 +9,13 @@ import sys
 import traceback
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, flags, quiet
+from fathom.server import admission, checks, flags, memory_flags, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -28,7 +27,6 @@ DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
 DEFAULT_MAX_BODY_MIB = 64
-DEFAULT_PROPAGATION_BUFFER = 32768
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
 closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
@@ -119,47 +117,7 @@ def parser() -> Parser:
         metavar="S",
         help="how long running requests may take after SIGTERM (default: %(default)s)",
     )
-    memory = result.add_argument_group("memory")
-    memory.add_argument(
-        "--depth-span",
-        type=int,
-        metavar="LAYERS",
-        help="layers that share one page of KV; a cutoff must be a multiple of it (default: the largest that has "
-        "3/4 and, if possible, 1/2 of the layers on a boundary)",
-    )
-    memory.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="what fathom calibrate found; options given here win over it",
-    )
-    memory.add_argument(
-        "--tsp-layer",
-        type=int,
-        metavar="LAYERS",
-        help="layers below FastKV's selection of tokens; a multiple of the depth span (default: the one nearest to "
-        "0.47 of the layers)",
-    )
-    memory.add_argument(
-        "--propagation-buffer",
-        type=int,
-        metavar="TOKENS",
-        help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt "
-        "is computed without it, and its answer says so; 0 for none (default: the context length, and at most "
-        f"{DEFAULT_PROPAGATION_BUFFER})",
-    )
-    memory.add_argument(
-        "--gpu-depth-pages",
-        action="store_true",
-        help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
-        "kernels; one GPU. Not run on a GPU yet; without it requests are served there dense, by SGLang's own",
-    )
-    memory.add_argument(
-        "--gpu-prefill-attention",
-        choices=("auto", "triton"),
-        default="auto",
-        help="with --gpu-depth-pages: by FlashInfer where that can be, or by Triton (default: %(default)s)",
-    )
+    memory_flags.add_arguments(result)
     flags.add_arguments(result)
     sfi_options.add_arguments(result)
     return result
@@ -187,12 +145,10 @@ def plan(argv: list[str]) -> Plan:
     own, passed_on = parser().parse_known_args(argv[1:] if positional else argv)
     engine = _engine_options(passed_on)
     checks.refuse_bypass(engine)
-    if own.propagation_buffer is not None and own.propagation_buffer < 0:
-        raise StartError(f"--propagation-buffer must be at least 0, got {own.propagation_buffer}")
+    if error := memory_flags.problem(own):
+        raise StartError(error)
     if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
         raise StartError(f"--draft-cost must be in [0, 1], got {own.draft_cost:g}")
-    if own.gpu_prefill_attention != "auto" and not own.gpu_depth_pages:
-        raise StartError(f"--gpu-prefill-attention {own.gpu_prefill_attention} needs --gpu-depth-pages")
     if own.max_body_mib < 1:
         raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
     if own.max_in_flight < 1:
@@ -232,6 +188,7 @@ def plan(argv: list[str]) -> Plan:
             tsp_layer=own.tsp_layer,
             profile=own.profile,
             propagation_buffer=own.propagation_buffer,
+            shallow_factor=own.shallow_factor,
             sfi=sfi,
             draft_cost=own.draft_cost,
             gpu_prefill=own.gpu_prefill_attention,
@@ -351,7 +308,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
         raise StartError(_one_line(error)) from error
     layers = model.num_hidden_layers
     if face.propagation_buffer is None:
-        face.propagation_buffer = min(DEFAULT_PROPAGATION_BUFFER, model.context_len)
+        face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
         span = choose_span(layers, face.depth_span)
         presets = PRESETS

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MIB",
         help="memory of all compact buffers; a request that finds none free decodes dense, and its answer says so "
-        f"(default: {DEFAULT_BUFFERS} buffers, at most {DEFAULT_BUFFER_MIB:g} MiB or 1/{GPU_SHARE} of a GPU, at least "
-        "one buffer)",
+        f"(default: {DEFAULT_BUFFERS} buffers, at most {DEFAULT_BUFFER_MIB:g} MiB or 1/{GPU_SHARE} of a GPU, at "
+        "least one buffer)",
     )
     group.add_argument(
         _flag("evidence_mib"),

@@ -56,16 +56,18 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     waiting = 2 * LAYOUT.propagation_buffer * config.hidden_size * config.dtype.itemsize
     fixed = shape.buffer_bytes(SETTINGS.options) + shape.evidence_bytes(SETTINGS.options, RING_SLOTS)
     fixed += 0 if LAYOUT.tsp_layer is None else waiting
-    # There are as many virtual slots per token as spans. With pages of one token each has an entry per span in the
-    # shared map and in the lists of a step, and one in a private table; the draft has a slot for each.
+    # A token of the pool has a physical slot per span, and some virtual ones. With pages of one token each physical
+    # one has an entry per span in the lists of a step, and one in a private table; a virtual one has an entry per
+    # span in the shared map, and a slot of the draft's.
     spans = layers // span
+    virtual = LAYOUT.virtual_slots(spans, draft is not None)
     fixed += flashinfer_prefill.reserved_bytes(runner, spans)
-    tables = 4 * spans * (2 * spans + 1)
+    tables = 4 * spans * (spans + 1 + virtual)
     if draft is None:
         return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)
     fixed += flashinfer_prefill.reserved_bytes(draft.model_runner, 1)
-    return Reserve(fixed + SCRATCH_SLOTS * slot, tables + spans * slot)
+    return Reserve(fixed + SCRATCH_SLOTS * slot, tables + virtual * slot)
 
 
 def install(reserve: Reserve) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_spec
 
 from fathom.runtime.kv.audit import Audit, audit
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
-from fathom.runtime.sglang_host.kv_pool import DepthKvPool
+from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.requests import plan_of
 
 
@@ -41,7 +42,9 @@ class DepthAllocator(CpuPagedAllocator):
         need_sort: bool,
     ) -> None:
         pages = kvcache.size // page_size
-        self.virtual_pages = pages
+        drafts = get_spec().speculative_draft_model_path is not None
+        on_a_gpu = torch.device(device).type != "cpu"
+        self.virtual_pages = LAYOUT.virtual_slots(kvcache.spans, drafts and on_a_gpu) * size // page_size
         self.memory = KvMemory(pages, page_size, kvcache.spans, self.virtual_pages)
         self.layers, self.span = kvcache.layer_num, kvcache.span
         self._backed = False

@@ -17,15 +17,27 @@ class Layout:
         span: layers per span, or None for the default of the model.
         tsp_layer: layers below FastKV's selection, or None where there is no boundary between spans.
         propagation_buffer: longest prompt, in tokens, whose hidden states can wait for the selection.
+        shallow_factor: tokens that may be held for each one that fits at all depths, or None for the default.
         used: whether this process keeps KV in depth pages; stock SGLang, started for comparison, does not.
     """
 
     span: int | None = None
     tsp_layer: int | None = None
     propagation_buffer: int = 0
+    shallow_factor: int | None = None
     used: bool = False
 
+    def virtual_slots(self, spans: int, drafts_on_a_gpu: bool) -> int:
+        """Virtual slots for each token that fits at all depths.
 
+        There is no use for more than one per span. A draft has KV for each of them: on a CPU that is memory which
+        is taken when it is written to, on a GPU it is taken from the pool at once.
+        """
+        default = DRAFTED_ON_A_GPU if drafts_on_a_gpu else spans
+        return min(self.shallow_factor or default, spans)
+
+
+DRAFTED_ON_A_GPU = 2
 LAYOUT = Layout()
 
 

@@ -136,22 +136,33 @@ class DepthPrefillAdder(PrefillAdder):
     """SGLang's admission, where a prompt costs the depth pages of its plan.
 
     SGLang compares tokens with what is left. While a request is judged, what it saves against being kept at
-    all depths is added to what is left; when it is charged, the same amount is taken off the charge.
+    all depths is added to what is left; when it is charged, the same amount is taken off the charge. Virtual slots
+    are another bound, in which nothing is saved.
     """
 
     token_to_kv_pool_allocator: DepthAllocator
     _saved = 0
+    _saved_before = 0  # by the requests that were let in
     _share = 1.0
     _judged: Req | None = None
     _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
     @property
     def rem_total_tokens(self) -> float:
-        return super().rem_total_tokens / self._share + self._saved
+        left = super().rem_total_tokens / self._share + self._saved
+        return min(left, self._virtual_left(self.rem_total_token_offset))
 
     @property
     def cur_rem_tokens(self) -> float:
-        return super().cur_rem_tokens / self._share + self._saved
+        left = super().cur_rem_tokens / self._share + self._saved
+        return min(left, self._virtual_left(self.cur_rem_token_offset))
+
+    def _virtual_left(self, charged: int) -> int:
+        """Virtual slots that can be had, less those that SGLang has charged or promised."""
+        had = self.token_to_kv_pool_allocator.virtual_size()
+        if not self.tree_cache.is_chunk_cache():
+            had += self.tree_cache.evictable_size_
+        return had - charged - self._saved_before
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> Any:
         return self._add(req, super().add_one_req, *args, **kwargs)
@@ -207,6 +218,7 @@ class DepthPrefillAdder(PrefillAdder):
         saved = saved_tokens(req, begin, begin + extend_input_len, allocator)
         self.rem_total_token_offset -= saved
         self.cur_rem_token_offset -= saved
+        self._saved_before += saved
 
 
 def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:

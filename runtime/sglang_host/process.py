@@ -22,6 +22,7 @@ def install(
     sfi: SfiOptions | None = None,
     draft_cost: float | None = None,
     gpu_prefill: str = "auto",
+    shallow_factor: int | None = None,
 ) -> None:
     """Put our scheduler and, on a platform of ours, our attention backend and memory in SGLang's places.
 
@@ -32,6 +33,7 @@ def install(
         sfi: how requests decode slow and fast, or None for the defaults.
         draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
         gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
+        shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
     """
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -58,6 +60,7 @@ def install(
         register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
         LAYOUT.span, LAYOUT.used = depth_span, True
         LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
+        LAYOUT.shallow_factor = shallow_factor
         slow_fast.SETTINGS.options = sfi or SfiOptions()
         draft_side.OPTIONS.cost = draft_cost
         flashinfer_prefill.OPTIONS.prefill = gpu_prefill
@@ -107,20 +110,21 @@ def run_scheduler_process(
     sfi: SfiOptions | None = None,
     draft_cost: float | None = None,
     gpu_prefill: str = "auto",
+    shallow_factor: int | None = None,
     **kwargs: Any,
 ) -> None:
     """SGLang's scheduler process, running Fathom's scheduler.
 
     Args:
-        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill: as :func:`install`. All others as
-            SGLang's function of this name.
+        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor: as :func:`install`.
+            All others as SGLang's function of this name.
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # may hook what we rely on: before the check, not after
     verify_or_exit("scheduler")
-    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill)
+    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor)
     run(*args, **kwargs)
 
 

@@ -9,6 +9,8 @@ import httpx
 import pytest
 from waiting import wait_until
 
+from fathom.runtime.sglang_host.kv_pool import Layout
+
 PAGE = 16
 LONG, ANSWER = 4096, 120
 LAYERS = 4
@@ -182,3 +184,59 @@ def test_a_storm_of_mixed_depths_leaves_nothing_behind(pressed_server):
     pressed_server.flush()
     assert idle(pressed_server)["free"] == found["total"]
     assert pressed_server.process.poll() is None
+
+
+@pytest.fixture(scope="module")
+def narrow_server(share_server, tiny_model):
+    """As many tokens may be held as fit at all depths, however little memory each takes: four requests of 4,096."""
+    pool = (
+        "--dtype",
+        "float32",
+        "--max-total-tokens",
+        "17000",
+        "--page-size",
+        str(PAGE),
+        "--shallow-factor",
+        "1",
+    )
+    return share_server(tiny_model, *pool, "--chunked-prefill-size", "256", "--enable-mixed-chunk")
+
+
+def test_no_more_shallow_requests_are_let_in_than_dense_ones(narrow_server):
+    """At half of the layers seven would fit in the same memory."""
+    answers, most = most_at_once(narrow_server, random_prompts(7, LONG, seed=1), {"depth_cutoff": 2})
+    assert most == 4
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [ANSWER] * 7
+    idle(narrow_server)
+
+
+def test_a_full_pool_answers_the_same(narrow_server):
+    """Shallow, pruned and dense requests, cached prefixes among them, in turns that virtual slots decide."""
+    policies = [{"depth_cutoff": 1}, {"tsp_rate": 0.3, "kv_retention_rate": 0.1}, {"depth_cutoff": 2}, None]
+    prompts = random_prompts(6, 2500, seed=2)
+    cases = [(prompts[i % 6], policies[i % 4]) for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda case: generate(narrow_server, *case, 60).json(), cases))
+    alone = [generate(narrow_server, *case, 60).json() for case in cases[:12]]
+    assert [a["output_ids"] for a in together[:12]] == [a["output_ids"] for a in alone]
+    assert [a["output_ids"] for a in together[12:]] == [a["output_ids"] for a in alone]
+    found = idle(narrow_server)
+    narrow_server.flush()
+    assert idle(narrow_server)["free"] == found["total"]
+
+
+def test_a_prompt_without_room_for_its_name_is_refused(narrow_server):
+    (prompt,) = random_prompts(1, 18000, seed=3)
+    refusal = generate(narrow_server, prompt, {"depth_cutoff": 1}, 4)
+    assert refusal.status_code == 400 and "18000 tokens" in refusal.json()["error"]["message"]
+
+
+def test_a_draft_on_a_gpu_has_kv_for_twice_the_dense_tokens():
+    asked = Layout(shallow_factor=3)
+    assert [layout.virtual_slots(8, gpu) for layout in (Layout(), asked) for gpu in (False, True)] == [
+        8,
+        2,
+        3,
+        3,
+    ]
+    assert Layout(shallow_factor=9).virtual_slots(4, True) == 4

@@ -56,7 +56,8 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     assert alone.per_token == tables
     drafted = gpu_memory.reserve_of(worker(32), worker(16, head_dim=64))
     slot = 2 * 16 * 8 * 64 * 2
-    assert drafted.per_token == tables + 4 * slot  # a virtual slot per span
+    # Two virtual slots where there was one per span.
+    assert drafted.per_token == tables - 4 * 2 * 4 + 2 * slot
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
 
 

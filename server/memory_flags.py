@@ -1,0 +1,71 @@
+"""Options of ``fathom serve`` that say how KV is laid out, and how much is kept beside it."""
+
+import argparse
+from pathlib import Path
+
+DEFAULT_PROPAGATION_BUFFER = 32768
+"""Tokens."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the group."""
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--depth-span",
+        type=int,
+        metavar="LAYERS",
+        help="layers that share one page of KV; a cutoff must be a multiple of it (default: the largest that has "
+        "3/4 and, if possible, 1/2 of the layers on a boundary)",
+    )
+    memory.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="what fathom calibrate found; options given here win over it",
+    )
+    memory.add_argument(
+        "--tsp-layer",
+        type=int,
+        metavar="LAYERS",
+        help="layers below FastKV's selection of tokens; a multiple of the depth span (default: the one nearest to "
+        "0.47 of the layers)",
+    )
+    memory.add_argument(
+        "--propagation-buffer",
+        type=int,
+        metavar="TOKENS",
+        help="hidden states that can wait for FastKV's selection while a prompt comes in chunks; a longer prompt "
+        "is computed without it, and its answer says so; 0 for none (default: the context length, and at most "
+        f"{DEFAULT_PROPAGATION_BUFFER})",
+    )
+    memory.add_argument(
+        "--shallow-factor",
+        type=int,
+        metavar="N",
+        help="how many tokens may be held for each one that fits at all depths: prompts that are kept at some "
+        "depths only take less memory, so that more of them fit; a draft keeps its own KV of as many (default: as "
+        "many as the model has spans; 2 on a GPU with a draft)",
+    )
+    memory.add_argument(
+        "--gpu-depth-pages",
+        action="store_true",
+        help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
+        "kernels; one GPU. Not run on a GPU yet; without it requests are served there dense, by SGLang's own",
+    )
+    memory.add_argument(
+        "--gpu-prefill-attention",
+        choices=("auto", "triton"),
+        default="auto",
+        help="with --gpu-depth-pages: by FlashInfer where that can be, or by Triton (default: %(default)s)",
+    )
+
+
+def problem(own: argparse.Namespace) -> str:
+    """What is wrong with the values, with the name of the option and what is legal; "" where nothing is."""
+    if own.propagation_buffer is not None and own.propagation_buffer < 0:
+        return f"--propagation-buffer must be at least 0, got {own.propagation_buffer}"
+    if own.shallow_factor is not None and own.shallow_factor < 1:
+        return f"--shallow-factor must be at least 1, got {own.shallow_factor}"
+    if own.gpu_prefill_attention != "auto" and not own.gpu_depth_pages:
+        return f"--gpu-prefill-attention {own.gpu_prefill_attention} needs --gpu-depth-pages"
+    return ""
