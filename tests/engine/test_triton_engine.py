@@ -6,6 +6,8 @@ Every mechanism alone and all together, in common batches, in captured steps and
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import interpreted
@@ -14,6 +16,7 @@ import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
 from noisy import draft_flags, noisy_copy
+from oracles.drafted import Draft
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
@@ -114,6 +117,52 @@ def test_steps_that_renew_no_selection_are_replayed(server, answers, expected):
     for name, answer in asked.items():
         expected.check(name, answer.result(), tokens)
     assert server.engine()["replayed_steps"]["alternating"] - before - replayed > 2
+
+
+def prompts_that(hold, count, length):
+    """The first prompts of which something holds."""
+    named = (prompt_of(f"draft {number}", length) for number in range(1000))
+    return list(islice(filter(hold, named), count))
+
+
+def ask_together(server, *given):
+    """The answers to several prompts at once, and by how much the draft's counts grew."""
+    before = server.engine()["draft"]
+    answers = ask(server, *given)
+    after = server.engine()["draft"]
+    replayed = {
+        kind: steps - before["replayed_steps"][kind] for kind, steps in after["replayed_steps"].items()
+    }
+    return answers, replayed, after["placed_lists"] - before["placed_lists"]
+
+
+def test_the_drafts_steps_are_replayed(server, models, expected):
+    """Three requests in steps that were captured with four. The draft would give the target's answers: whatever it
+    says stands, unless it reads anything but its requests' own KV."""
+    said, drafts = (
+        partial(draft.look_ahead, steps=7, ends=set()) for draft in (Draft(models[0]), expected.draft)
+    )
+    prompts = prompts_that(lambda prompt: said(prompt) == drafts(prompt), 3, 20)
+    drafted, replayed, placed = ask_together(server, prompts, {"speculative": True}, 7)
+    for answer, prompt in zip(drafted, prompts, strict=True):
+        report = answer["meta_info"]["fathom"]
+        assert answer["output_ids"] == said(prompt)
+        assert report["draft_tokens"] == report["accepted_tokens"] > 3
+    # The lists are written for all tokens of a round, and for the prompts.
+    assert replayed["plain"] >= 4 and placed < replayed["plain"]
+
+
+def test_look_aheads_are_replayed(server, expected):
+    """Alone, and from the prefix cache two at once in steps that were captured with four. What is kept of these
+    prompts follows from the queries of the tokens that the draft says, not of the last prompt token alone."""
+    policy = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 4}
+    kept = expected.draft.kept
+    prompts = prompts_that(lambda prompt: kept(prompt, 0.5, steps=1) != kept(prompt, 0.5, steps=4), 2, 133)
+    for steps in (2 * 3, 1 + 3):  # from the cache the last prompt token is such a step too
+        answers, replayed, _ = ask_together(server, prompts, policy, 1)
+        assert replayed["looking"] >= steps
+        for answer, prompt in zip(answers, prompts, strict=True):
+            expected.compare(prompt, policy, answer, 1)
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):
