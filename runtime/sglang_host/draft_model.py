@@ -20,7 +20,7 @@ from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
-from fathom.runtime.sglang_host.draft_attention import Captured, DraftReads
+from fathom.runtime.sglang_host.draft_attention import Captured, DraftReads, TritonDraftBackend
 from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
 from fathom.runtime.staging import send
 
@@ -126,6 +126,11 @@ class DraftModel:
         """Decode steps that are replayed, where there are any."""
         runner = self.runner.decode_cuda_graph_runner
         return runner if isinstance(runner, DraftGraphRunner) else None
+
+    @property
+    def placed_lists(self) -> int:
+        """How often lists of slots were written on a device."""
+        return self.backend.tables.placed if isinstance(self.backend, TritonDraftBackend) else 0
 
     def read(
         self,

@@ -255,10 +255,8 @@ class DraftSide:
             "kv_bytes": int(keys + values),
             "requests": len(self.states),
             "step_cost": self.cost,
-            "placed_lists": 0
-            if (tables := getattr(self.model.backend, "tables", None)) is None
-            else tables.placed,
-            "replayed_steps": {} if self.model.graphs is None else dict(self.model.graphs.replayed),
+            "placed_lists": self.model.placed_lists,
+            "replayed_steps": getattr(self.model.graphs, "replayed", {}),
         } | vars(self.totals)
 
 
