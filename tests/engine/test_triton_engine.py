@@ -153,11 +153,13 @@ def test_the_drafts_steps_are_replayed(server, models, expected):
 
 
 def test_look_aheads_are_replayed(server, expected):
-    """Alone, and from the prefix cache two at once in steps that were captured with four. What is kept of these
-    prompts follows from the queries of the tokens that the draft says, not of the last prompt token alone."""
-    policy = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 4}
-    kept = expected.draft.kept
-    prompts = prompts_that(lambda prompt: kept(prompt, 0.5, steps=1) != kept(prompt, 0.5, steps=4), 2, 133)
+    """Alone, and from the prefix cache two at once in steps that were captured with four. What is kept follows from
+    the queries of the tokens that the draft says: of one prompt not from the last prompt token's alone, of the
+    other not from this one's and the last token's."""
+    policy, prompts = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 4}, []
+    kept = partial(expected.draft.kept, rate=0.5, steps=4)
+    for asked in ([0], [0, 3, 3, 3]):
+        prompts += prompts_that(lambda prompt, asked=asked: kept(prompt) != kept(prompt, asked=asked), 1, 133)
     for steps in (2 * 3, 1 + 3):  # from the cache the last prompt token is such a step too
         answers, replayed, _ = ask_together(server, prompts, policy, 1)
         assert replayed["looking"] >= steps
