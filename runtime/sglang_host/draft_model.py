@@ -167,7 +167,8 @@ class DraftModel:
             self.backend.captured = None
         # Models that share a vocabulary may pad their tables to different sizes.
         missing = self.vocabulary - logits.shape[1]
-        return torch.nn.functional.pad(logits.float(), (0, missing), value=float("-inf"))
+        logits = logits.float()
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the KV of slots [n] int32 to others."""
