@@ -35,9 +35,9 @@ FLAGS = (
 )
 
 
-def prompt_of(name):
+def prompt_of(name, length=69):
     rng = random.Random(name)
-    return [rng.randrange(6, 2000) for _ in range(69)]
+    return [rng.randrange(6, 2000) for _ in range(length)]
 
 
 def ask_all(server, names):
@@ -54,18 +54,18 @@ class Oracle:
         self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.draft, self.triggers = drafted.Draft(draft), triggers
 
-    def check(self, name, answer, tokens=NEW_TOKENS, policy=None):
-        """An answer of ``tokens`` is as it has to be; the account that came with it.
+    def check(self, name, answer, tokens=NEW_TOKENS):
+        """An answer of ``tokens`` is as it has to be; the account that came with it."""
+        return self.compare(prompt_of(name), POLICIES[name], answer, tokens)
 
-        Args:
-            policy: that of ``name`` unless it is given.
-        """
-        prompt, meta = prompt_of(name), answer["meta_info"]
+    def compare(self, prompt, policy, answer, tokens=NEW_TOKENS):
+        """The same of any prompt and policy."""
+        meta, steps = answer["meta_info"], policy.get("lookahead", LOOKAHEAD)
         told = combined.of_policy(
-            POLICIES[name] if policy is None else policy,
+            policy,
             prompt,
             TSP,
-            lambda rate: self.draft.kept(prompt, rate, steps=LOOKAHEAD),
+            lambda rate: self.draft.kept(prompt, rate, steps=steps),
             SETTINGS,
             self.triggers,
         )

@@ -7,15 +7,17 @@ alone, so that it can be captured in a CUDA graph and replayed after the buffers
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fathom.kernels.span_tables import span_tables
+from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.prefix import UNBACKED
 from fathom.runtime.kv.view import SpanView, TableView
-from fathom.runtime.staging import staged
+from fathom.runtime.staging import send, staged
 
 DUMMY = 0  # entry of the flat list that names the dummy slot; rows that only fill up a batch read it
 
@@ -33,6 +35,7 @@ class DeviceView:
         write: [query rows] int64, slots that take the rows' keys and values.
         first: what ``begin`` says of the view's own segments, on the host; not of those that fill up a batch.
         most_new, most_prefix: most query rows, and entries before them, of a segment; known to the host.
+        packed: whether each segment's entries begin where those of the one before it end.
     """
 
     table: torch.Tensor
@@ -44,6 +47,7 @@ class DeviceView:
     first: np.ndarray
     most_new: int
     most_prefix: int
+    packed: bool
 
 
 class Buffers:
@@ -71,6 +75,15 @@ class Buffers:
         return all(map(int.__le__, sizes, self.sizes))
 
 
+class Filled(NamedTuple):
+    """What a span's buffers hold."""
+
+    view: SpanView
+    padded_to: int
+    room: Buffers
+    there: DeviceView
+
+
 class DeviceTables:
     """Buffers for the views of all spans.
 
@@ -80,6 +93,7 @@ class DeviceTables:
     Attributes:
         grown: how often a step did not fit and larger buffers were made.
         looked_up: how many steps' lists the device has written itself.
+        placed: how often the lists of a :class:`ListView` were written, for it and those that followed.
     """
 
     def __init__(
@@ -90,11 +104,11 @@ class DeviceTables:
             segments, entries, rows: what a span's first buffers hold, per step.
         """
         self.device = torch.device(device)
-        self.grown = self.looked_up = 0
+        self.grown = self.looked_up = self.placed = 0
         self.spans = spans
         self.first = Buffers(spans, segments, entries, rows, device)
         self._larger: Buffers | None = None
-        self._filled: list[tuple[SpanView, int, DeviceView] | None] = [None] * spans
+        self._filled: list[Filled | None] = [None] * spans
 
     def widen(self, segments: int, rows: int) -> None:
         """First buffers for at least so many segments and rows; only before anything knows where they are."""
@@ -120,7 +134,7 @@ class DeviceTables:
     def holds(self, span: int, view: SpanView, padded_to: int = 0) -> bool:
         """Whether the span's buffers hold this view, filled up to so many segments."""
         held = self._filled[span]
-        return held is not None and held[0] is view and held[1] == padded_to
+        return held is not None and held.view is view and held.padded_to == padded_to
 
     def fill(self, span: int, view: SpanView, padded_to: int = 0) -> DeviceView:
         """Bring a view to the device, unless it is what the span's buffers hold already.
@@ -130,25 +144,50 @@ class DeviceTables:
                 dummy slot.
         """
         if not self.holds(span, view, padded_to):
-            self._filled[span] = (view, padded_to, self._fill(span, view, padded_to))
-        return self._filled[span][2]  # type: ignore[index]
+            self._filled[span] = self._fill(span, view, padded_to)
+        return self._filled[span].there  # type: ignore[union-attr]
 
-    def _fill(self, span: int, view: SpanView, padded_to: int) -> DeviceView:
-        given, entries, rows = len(view.query) - 1, len(view.slots), len(view.write)
+    def _fill(self, span: int, view: SpanView, padded_to: int) -> Filled:
+        given = len(view.query) - 1
+        if isinstance(view, ListView):
+            entries, new = view.lists.total, int(view.query[-1])
+        else:
+            entries, new = len(view.slots), len(view.write)
         padding = max(padded_to - given, 0)
-        segments, rows = given + padding, rows + padding
+        segments, rows = given + padding, new + padding
         room = self._room(segments, entries, rows)
         staging = staged((5, segments + 1), torch.int32, self.device)
         self._describe(staging.numpy(), view, padding)
         room.head[span, :, : segments + 1].copy_(staging, non_blocking=True)
-        staging = staged(entries, torch.int32, self.device)
-        staging.numpy()[:] = view.slots
-        room.slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)
-        staging = staged(rows, torch.int64, self.device)
-        staging[: len(view.write)] = torch.from_numpy(view.write)
-        staging[len(view.write) :] = UNBACKED
-        room.write[span, :rows].copy_(staging, non_blocking=True)
-        return self._view(room, span, view, padding)
+        write = room.write[span, :rows]
+        if isinstance(view, ListView):
+            self._place(span, view.lists, room)
+            where = np.full(rows, DUMMY)
+            where[:new] = view.written + DUMMY + 1
+            write.copy_(room.slots[span, send(where, self.device)])
+        else:
+            staging = staged(entries, torch.int32, self.device)
+            staging.numpy()[:] = view.slots
+            room.slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)
+            staging = staged(rows, torch.int64, self.device)
+            staging[:new] = torch.from_numpy(view.write)
+            staging[new:] = UNBACKED
+            write.copy_(staging, non_blocking=True)
+        return Filled(view, padded_to, room, self._view(room, span, view, padding))
+
+    def _place(self, span: int, lists: SlotLists, room: Buffers) -> None:
+        """Write the lists one after the other, unless the span's buffers hold a view of them."""
+        held = self._filled[span]
+        if (
+            held is not None
+            and held.room is room
+            and isinstance(held.view, ListView)
+            and held.view.lists is lists
+        ):
+            return
+        for first, part in zip((lists.first + DUMMY + 1).tolist(), lists.parts, strict=True):
+            room.slots[span, first : first + len(part)].copy_(part)
+        self.placed += 1
 
     @staticmethod
     def _describe(numbers: np.ndarray, view: SpanView, padding: int) -> None:
@@ -159,7 +198,7 @@ class DeviceTables:
         """
         given = len(view.query) - 1
         numbers[:] = 0
-        numbers[0, :given] = view.entry[:-1] + DUMMY + 1
+        numbers[0, :given] = view.begin + DUMMY + 1
         numbers[1, :given] = lengths = np.diff(view.entry)
         numbers[2, :given] = lengths - np.diff(view.query)
         numbers[4, : given + 1] = view.query
@@ -176,9 +215,10 @@ class DeviceTables:
             prefixes[:segments],
             bounds[: segments + 1],
             room.write[span, : int(view.query[-1]) + padding],
-            view.entry[:-1] + DUMMY + 1,
+            view.begin + DUMMY + 1,
             int(new.max(initial=min(padding, 1))),
             int((np.diff(view.entry) - new).max(initial=0)),
+            bool((view.begin == view.entry[:-1]).all()),
         )
 
     def look_up(
@@ -219,5 +259,5 @@ class DeviceTables:
             views[0].memory.page_size,
         )
         for span, view in enumerate(views):
-            self._filled[span] = (view, padded_to, self._view(room, span, view, padding))
+            self._filled[span] = Filled(view, padded_to, room, self._view(room, span, view, padding))
         self.looked_up += 1

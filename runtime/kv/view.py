@@ -84,6 +84,11 @@ class SpanView:
     write: np.ndarray
     cache: dict = field(default_factory=dict)
 
+    @property
+    def begin(self) -> np.ndarray:
+        """[segments] int64: where each segment's entries begin where they lie on a device."""
+        return self.entry[:-1]
+
     @cached_property
     def slots(self) -> np.ndarray:
         """[entries] int32 physical slots, segment after segment, in the order of positions.

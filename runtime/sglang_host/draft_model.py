@@ -7,8 +7,7 @@ depth pages stand behind those slots for the target.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,76 +17,15 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from fathom.kernels.window_scores import pooled_max_scores, window_of
 from fathom.runtime.cost import ModelShape
-from fathom.runtime.kv.view import SpanView
+from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.sglang_host import passes
-from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
-from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
+from fathom.runtime.sglang_host.draft_attention import Captured, DraftReads, TritonDraftBackend
+from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
 from fathom.runtime.staging import send
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
 
 SCRATCH_SLOTS = 1024
 """Slots beyond the virtual ones, for look-ahead tokens that may never be anyone's."""
-
-
-@dataclass
-class Captured:
-    """Queries after rotary embedding of chosen rows, layer by layer.
-
-    Attributes:
-        rows: [chosen] rows of the pass that is running.
-        queries: per layer, one tensor [chosen, heads, head_dim] for each pass.
-        scale: factor on the dot products.
-    """
-
-    rows: torch.Tensor
-    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    scale: float = 1.0
-
-
-class DraftReads(SpanAttentionBackend):
-    """Attention over virtual slots: one view for all layers, set before each pass."""
-
-    view: SpanView
-    captured: Captured | None = None
-
-    @property
-    def watched(self) -> bool:  # type: ignore[override]
-        return self.captured is not None
-
-    def span_of(self, layer_id: int) -> int:
-        return 0
-
-    def view_of(self, layer_id: int) -> SpanView:
-        return self.view
-
-    def forward_decode(
-        self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
-    ) -> Any:
-        self._capture(q, layer)
-        return super().forward_decode(q, k, v, layer, *args, **kw)
-
-    def forward_extend(
-        self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
-    ) -> Any:
-        self._capture(q, layer)
-        return super().forward_extend(q, k, v, layer, *args, **kw)
-
-    def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
-        if self.captured is not None:
-            rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[self.captured.rows]
-            self.captured.queries.setdefault(layer.layer_id, []).append(rows.clone())
-            self.captured.scale = layer.scaling
-
-
-class DraftAttentionBackend(DraftReads, CpuAttentionBackend):
-    """The draft's attention on a CPU."""
-
-
-class TritonDraftBackend(DraftReads, TritonAttentionBackend):
-    """The draft's attention in Triton."""
 
 
 class DraftWorker(TpModelWorker):
@@ -132,6 +70,12 @@ class DraftWorker(TpModelWorker):
         )
         runner._init_post_memory_pool_components()
 
+    def init_cuda_graphs(self, capture_decode_cuda_graph: bool = True) -> None:
+        """Capture the draft's decode steps where the target's are captured."""
+        super().init_cuda_graphs(capture_decode_cuda_graph=False)
+        if isinstance(self.target.model_runner.decode_cuda_graph_runner, DecodeGraphRunner):
+            self.model_runner.decode_cuda_graph_runner = DraftGraphRunner(self.model_runner)
+
 
 def bytes_per_slot(worker: TpModelWorker) -> int:
     """KV bytes of one token over all layers of a loaded model."""
@@ -146,11 +90,13 @@ class Read:
     """Tokens that the draft reads for one request.
 
     Attributes:
-        slots: [length] slots of all its tokens, the new ones last.
+        which: the list of the request's slots.
+        length: how many tokens the request then has, the new ones last.
         tokens: the new tokens.
     """
 
-    slots: np.ndarray
+    which: int
+    length: int
     tokens: Sequence[int]
 
 
@@ -163,6 +109,8 @@ class DraftModel:
         self.backend: DraftReads = self.runner.attn_backend
         self.vocabulary = worker.target.model_config.vocab_size
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
+        scratch = torch.arange(SCRATCH_SLOTS, dtype=torch.int32, device=self.runner.device)
+        self._scratch = scratch + self.scratch
 
     def step_cost(self) -> float:
         """A decode step's time as a share of the target's: by their layers, or by the bytes of their weights."""
@@ -173,72 +121,85 @@ class DraftModel:
             shares.append(shapes[0].step_weight_bytes / shapes[1].step_weight_bytes)
         return min(max(shares), 1.0)
 
+    @property
+    def graphs(self) -> DraftGraphRunner | None:
+        """Decode steps that are replayed, where there are any."""
+        runner = self.runner.decode_cuda_graph_runner
+        return runner if isinstance(runner, DraftGraphRunner) else None
+
+    @property
+    def placed_lists(self) -> int:
+        """How often lists of slots were written on a device."""
+        return self.backend.tables.placed if isinstance(self.backend, TritonDraftBackend) else 0
+
     def read(
-        self, reads: Sequence[Read], capture: Captured | None = None, every: bool = False
+        self,
+        lists: SlotLists,
+        reads: Sequence[Read],
+        capture: Captured | None = None,
+        every: bool = False,
     ) -> torch.Tensor:
         """Compute the new tokens of each request.
 
         Args:
+            lists: of the requests' slots, placed once for all passes over them.
             capture: where to put the queries of each request's last token.
             every: give the logits of all new tokens, request after request.
 
         Returns:
-            logits [requests, vocabulary] of each request's last token, or [new tokens, vocabulary].
+            logits [requests, vocabulary] float32 of each request's last token, or [new tokens, vocabulary].
         """
-        counts = [len(read.tokens) for read in reads]
+        counts, lengths = [len(read.tokens) for read in reads], [read.length for read in reads]
         tokens = [token for read in reads for token in read.tokens]
-        places = [np.arange(len(read.slots) - len(read.tokens), len(read.slots)) for read in reads]
-        self.backend.view = passes.segments([read.slots for read in reads], counts)
+        places = [np.arange(end - count, end) for end, count in zip(lengths, counts, strict=True)]
         wanted = np.arange(len(tokens)) if every else np.cumsum(counts) - 1
-        batch = passes.prepare(self.runner, tokens, np.concatenate(places), wanted, len(tokens) == len(reads))
+        decode = len(tokens) == len(reads)
+        batch = passes.prepare(self.runner, tokens, np.concatenate(places), wanted, decode)
         if capture is not None:
             capture.rows = send(wanted, self.runner.device)
-        self.backend.captured = capture
+        self.backend.read(ListView(lists, [read.which for read in reads], lengths, counts), capture)
         try:
-            logits = passes.run(self.runner, batch).float()
+            if decode and self.graphs is not None and self.graphs.can_run_graph(batch):
+                logits = self.graphs.logits(batch)
+            else:
+                logits = passes.run(self.runner, batch)
         finally:
             self.backend.captured = None
         # Models that share a vocabulary may pad their tables to different sizes.
         missing = self.vocabulary - logits.shape[1]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        logits = logits.float()
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
-    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy the KV of slots [n] to others."""
-        device = self.runner.device
-        here, there = (send(slots, device, torch.int64) for slots in (source, target))
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the KV of slots [n] int32 to others."""
+        here, there = source.long(), target.long()
         for buffers in (self.pool.k_buffer, self.pool.v_buffer):
             for buffer in buffers:
                 buffer[there] = buffer[here]
 
-    def scratch_slots(self, request: int, count: int) -> np.ndarray:
-        """[count] slots that belong to nobody, for the request-th of a group of look-aheads."""
-        first = self.scratch + request * count
+    def scratch_slots(self, request: int, count: int) -> torch.Tensor:
+        """[count] int32 slots that belong to nobody, for the request-th of a group of look-aheads."""
         assert (request + 1) * count <= SCRATCH_SLOTS, "too many look-ahead tokens at once"
-        return np.arange(first, first + count)
+        return self._scratch[request * count : (request + 1) * count]
 
     def scores(
         self,
         captured: dict[int, torch.Tensor],
         rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
         """SpecPrefill's token scores (section 3.2), streamed over the layers.
 
         Args:
             captured: per layer the queries [total rows, heads, head_dim], request after request.
-            rows: query rows of each request; prompts: slots of its prompt.
+            rows: query rows of each request; prompts: [tokens] int32 slots of its prompt.
 
         Returns:
             [total rows, longest prompt] float32.
         """
-        width = max(len(slots) for slots in prompts)
-        table = np.zeros((len(prompts), width), np.int64)
-        for line, slots in zip(table, prompts, strict=True):
-            line[: len(slots)] = slots
-        window = window_of(
-            rows, [len(slots) for slots in prompts], send(table, self.runner.device), causal=False
-        )
+        table = torch.nn.utils.rnn.pad_sequence([slots.long() for slots in prompts], batch_first=True)
+        window = window_of(rows, [len(slots) for slots in prompts], table, causal=False)
         out = None
         for layer, query in sorted(captured.items()):
             out = pooled_max_scores(query, self.pool.get_key_buffer(layer), window, scale, out=out)

@@ -55,8 +55,33 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.tp_worker:TpModelWorker.init_cuda_graphs",
         "override",
-        "the draft makes its runner of eager passes",
+        "the draft makes its runner of eager passes, and that of captured steps itself",
         "capture_decode_cuda_graph",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        "subclass",
+        "captures and replays the draft's decode steps, of batches that we compose",
+        check=lambda c: (
+            {"capture_one_shape", "can_run_graph", "execute", "load_batch"} <= set(vars(c))
+            and reads_attributes("fill_from needs_forward_metadata_init")(c.load_batch)
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.graph_shared_output:GraphSharedOutput.get_logits_buffer",
+        "read",
+        "every runner's logits lie in one buffer by size of the vocabulary, so that the draft's are copied out",
+        "vocab_size rows",
+        reads_attributes("_logits_buffers max_rows"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.cuda_graph_config:CudaGraphConfig",
+        "read",
+        "says how large a captured step may be, before it is captured",
+        check=lambda c: {"backend", "bs"} <= set(c().decode.__dataclass_fields__),
     ),
     relies_on(
         SCHEDULER,

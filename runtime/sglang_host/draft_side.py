@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from fathom.runtime.draft.pace import LONGEST_REST, Evidence, Pace, shared_evidence
+from fathom.runtime.kv.lists import SlotLists
 from fathom.runtime.sglang_host import requests
-from fathom.runtime.sglang_host.draft_model import Captured, DraftModel, Read
+from fathom.runtime.sglang_host.draft_attention import Captured
+from fathom.runtime.sglang_host.draft_model import DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
 from fathom.runtime.sglang_host.rows import drafts, is_greedy
 from fathom.runtime.specprefill.select import Selection, select_prompt
@@ -101,14 +102,20 @@ class DraftSide:
             self.states[request] = DraftState(Pace(max(most, 1), self.cost, self.evidence))
         return self.states[request]
 
-    def slots(self, request: Req, end: int) -> np.ndarray:
-        """[end] virtual slots of a request's first tokens."""
-        return self.rows[request.kv.req_pool_idx, :end].cpu().numpy().astype(np.int64)
+    def slots(self, request: Req, end: int) -> torch.Tensor:
+        """[end] int32 virtual slots of a request's first tokens: a part of the table."""
+        return self.rows[request.kv.req_pool_idx, :end]
 
-    def readable(self, request: Req, end: int) -> Read:
-        """What the draft has not read of a request's first ``end`` tokens."""
-        tokens = self._unread(request)[: end - self.state(request).read]
-        return Read(self.slots(request, end), tokens)
+    def lists(self, ends: Sequence[tuple[Req, int]]) -> SlotLists:
+        """Of each request the slots of its first tokens."""
+        return SlotLists([self.slots(request, end) for request, end in ends])
+
+    def readable(self, reading: Sequence[tuple[Req, int]]) -> list[Read]:
+        """What the draft has not read of each request's first ``end`` tokens."""
+        return [
+            Read(which, end, self._unread(request)[: end - self.state(request).read])
+            for which, (request, end) in enumerate(reading)
+        ]
 
     def _unread(self, request: Req) -> list[int]:
         prompt, read = len(request.origin_input_ids), self.state(request).read
@@ -130,7 +137,7 @@ class DraftSide:
         if not reading:
             return False
         captured = Captured(torch.empty(0))
-        logits = self.read(reading, captured)
+        logits = self.read(reading, self.lists(reading), captured)
         for row, (request, end) in zip(logits, reading, strict=True):
             known = len(request.origin_input_ids) + len(request.output_ids)
             whole = end == known and drafts(request)
@@ -145,10 +152,12 @@ class DraftSide:
         self._judge([reading[place][0] for place in judged], logits[judged], captured, judged)
         return True
 
-    def read(self, reading: Sequence[tuple[Req, int]], captured: Captured | None = None) -> torch.Tensor:
+    def read(
+        self, reading: Sequence[tuple[Req, int]], lists: SlotLists, captured: Captured | None = None
+    ) -> torch.Tensor:
         """Read each request up to ``end``; logits [requests, vocabulary] after its last token."""
-        reads = [self.readable(request, end) for request, end in reading]
-        logits = self.model.read(reads, captured)
+        reads = self.readable(reading)
+        logits = self.model.read(lists, reads, captured)
         for (request, end), read in zip(reading, reads, strict=True):
             self._note(request, end, read)
         return logits
@@ -182,8 +191,8 @@ class DraftSide:
             self._read_and_compare(reading)
 
     def _read_and_compare(self, reading: Sequence[tuple[Req, int]]) -> None:
-        reads = [self.readable(request, end) for request, end in reading]
-        logits = self.model.read(reads, every=True)
+        reads = self.readable(reading)
+        logits = self.model.read(self.lists(reading), reads, every=True)
         rows = logits.split([len(read.tokens) for read in reads])
         for (request, end), read, own in zip(reading, reads, rows, strict=True):
             state = self.state(request)
@@ -246,6 +255,8 @@ class DraftSide:
             "kv_bytes": int(keys + values),
             "requests": len(self.states),
             "step_cost": self.cost,
+            "placed_lists": self.model.placed_lists,
+            "replayed_steps": getattr(self.model.graphs, "replayed", {}),
         } | vars(self.totals)
 
 

@@ -180,9 +180,13 @@ class FlashInferPrefill:
         self.plans = 0
 
     def takes(self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], there: DeviceView) -> bool:
-        """Whether :meth:`attend` is for this layer and step: its sizes, and more than a few rows of a segment."""
+        """Whether :meth:`attend` is for this layer and step: its sizes, and more than a few rows of a segment.
+
+        FlashInfer reads the entries of all segments one after the other.
+        """
         return (
             there.most_new > FEW_ROWS
+            and there.packed
             and query.dtype == pool[0].dtype == pool[1].dtype == self.dtype
             and query.shape[1:] == (self.heads, self.head_dim)
             and pool[0].shape[1:] == pool[1].shape[1:] == (self.kv_heads, self.head_dim)

@@ -1,15 +1,17 @@
 """What Fathom keeps on a GPU beside the target's KV, told to SGLang before it gives that all the memory there is.
 
 On a CPU memory that nobody has written to is not taken; on a GPU it is, so the compact buffers and the evidence of
-slow-fast decoding, FastKV's waiting hidden states, page tables, FlashInfer's workspaces and the draft's KV have to
-be counted.
+slow-fast decoding, FastKV's waiting hidden states, page tables, FlashInfer's workspaces, the draft's KV and what
+its captured steps leave have to be counted.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.runtime_context import get_exec
 
 from fathom.runtime.decode import Shape
 from fathom.runtime.plan import choose_span
@@ -67,7 +69,25 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
         return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)
     fixed += flashinfer_prefill.reserved_bytes(draft.model_runner, 1)
+    fixed += captured_requests() * captured_row_bytes(config, draft)
     return Reserve(fixed + SCRATCH_SLOTS * slot, tables + virtual * slot)
+
+
+def captured_requests() -> int:
+    """The most requests that a captured step may be asked for; 0 where none is captured."""
+    decode = get_exec().graph.cuda_graph_config.decode
+    return 0 if decode.backend == Backend.DISABLED else max(decode.bs, default=0)
+
+
+def captured_row_bytes(target: Any, draft: Any) -> int:
+    """What the draft's captured steps leave of a request: queries of all layers, and logits.
+
+    Where the vocabulary is the target's, its buffer of logits serves.
+    """
+    config = draft.model_config
+    layers = draft.model_runner.layer_info.num_effective_layers
+    queries = layers * config.num_attention_heads * config.head_dim * config.dtype.itemsize
+    return queries + (0 if config.vocab_size == target.vocab_size else 4 * config.vocab_size)
 
 
 def install(reserve: Reserve) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, Captured, DraftModel, Read
+from fathom.runtime.kv.lists import SlotLists
+from fathom.runtime.sglang_host.draft_attention import Captured
+from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, DraftModel, Read
 
 
 @dataclass
@@ -14,18 +15,19 @@ class Prompt:
     """One prompt that the draft has read.
 
     Attributes:
-        slots: [N] virtual slots.
+        slots: [N] int32 virtual slots, on the pool's device.
         steps: tokens to decode at most.
         ends: token ids that end an answer.
         tokens: what the draft said, ``steps`` tokens or up to and with one of ``ends``.
-        scratch: slots that hold the draft's KV of ``tokens``, of the last one excepted, until the next look-ahead.
+        scratch: slots, likewise, that hold the draft's KV of ``tokens``, of the last one excepted, until the next
+            look-ahead.
     """
 
-    slots: np.ndarray
+    slots: torch.Tensor
     steps: int
     ends: frozenset[int]
     tokens: list[int] = field(default_factory=list)
-    scratch: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
 
 
 def groups(prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -61,9 +63,10 @@ def look_ahead(
     width = max(prompt.steps for prompt in prompts)
     for index, prompt in enumerate(prompts):
         prompt.scratch = draft.scratch_slots(index, width)
+    lists = SlotLists([torch.cat([prompt.slots, prompt.scratch]) for prompt in prompts])
     while running := [i for i, prompt in enumerate(prompts) if _goes_on(prompt)]:
         captured = Captured(first.rows)
-        logits = draft.read([_next_read(prompts[i]) for i in running], captured)
+        logits = draft.read(lists, [_next_read(i, prompts[i]) for i in running], captured)
         for place, i in enumerate(running):
             prompts[i].tokens.append(int(logits[place].argmax()))
             rows[i] += 1
@@ -77,6 +80,5 @@ def _goes_on(prompt: Prompt) -> bool:
     return len(prompt.tokens) < prompt.steps and prompt.tokens[-1] not in prompt.ends
 
 
-def _next_read(prompt: Prompt) -> Read:
-    slots = np.concatenate([prompt.slots, prompt.scratch[: len(prompt.tokens)]])
-    return Read(slots, prompt.tokens[-1:])
+def _next_read(index: int, prompt: Prompt) -> Read:
+    return Read(index, len(prompt.slots) + len(prompt.tokens), prompt.tokens[-1:])

@@ -83,7 +83,7 @@ def attention_backend(model_runner: Any) -> Any:
 
     from fathom.kernels.dispatch import INTERPRETED
     from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
-    from fathom.runtime.sglang_host.draft_model import DraftAttentionBackend, TritonDraftBackend
+    from fathom.runtime.sglang_host.draft_attention import DraftAttentionBackend, TritonDraftBackend
     from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
 
     if INTERPRETED or torch.device(model_runner.device).type == "cuda":

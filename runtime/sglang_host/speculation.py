@@ -143,17 +143,16 @@ def _accepts(grammar: Any, token: int) -> bool:
 
 def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
     """Read what the draft has not read, then decode, all requests at once."""
-    logits = side.read([(p.tail.request, p.tail.begin) for p in proposals])
-    running = list(proposals)
+    lists = side.lists([(p.tail.request, p.tail.begin + p.tail.count) for p in proposals])
+    logits = side.read([(p.tail.request, p.tail.begin) for p in proposals], lists)
+    running = list(enumerate(proposals))
     while running:
-        for proposal, row in zip(running, logits, strict=True):
+        for (_, proposal), row in zip(running, logits, strict=True):
             _choose(proposal, row.view(1, -1))
-        running = [p for p in running if _goes_on(p)]
+        running = [(which, p) for which, p in running if _goes_on(p)]
         if running:
-            reads = [
-                Read(side.slots(p.tail.request, p.tail.begin + len(p.tokens)), p.tokens[-1:]) for p in running
-            ]
-            logits = side.model.read(reads)
+            reads = [Read(which, p.tail.begin + len(p.tokens), p.tokens[-1:]) for which, p in running]
+            logits = side.model.read(lists, reads)
     for proposal in proposals:
         grammar, count = proposal.sampler.request.grammar, len(proposal.tokens)
         if _is_last(proposal):

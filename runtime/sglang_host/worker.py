@@ -102,7 +102,7 @@ class FathomWorker(TpModelWorker):
             backend.slow_fast = self.slow_fast
         super().init_cuda_graphs(*args, **kwargs)
         if self.draft_worker is not None:
-            self.draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+            self.draft_worker.init_cuda_graphs()
 
     @property
     def allocator(self) -> Any:

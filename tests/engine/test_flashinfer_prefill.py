@@ -261,9 +261,10 @@ def test_the_stand_in_is_strict_about_lengths(counts):
 def test_steps_of_a_few_rows_and_other_layers_are_left_to_triton():
     made, kv = prefill(), pool()
     query = torch.zeros(40, HEADS, DIM, dtype=HALF)
-    there = SimpleNamespace(most_new=17)
+    there = SimpleNamespace(most_new=17, packed=True)
     assert made.takes(query, kv, there)
-    assert not made.takes(query, kv, SimpleNamespace(most_new=16))
+    assert not made.takes(query, kv, SimpleNamespace(most_new=16, packed=True))
+    assert not made.takes(query, kv, SimpleNamespace(most_new=17, packed=False))
     assert not made.takes(query.float(), kv, there)
     assert not made.takes(query[:, 1:], kv, there)
     assert not made.takes(query, (kv[0], kv[1][..., 1:]), there)

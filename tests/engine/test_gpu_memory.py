@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
 from fathom.runtime.sfi.options import SfiOptions
@@ -16,7 +17,16 @@ from fathom.runtime.sglang_host.kv_pool import LAYOUT
 MIB = 1 << 20
 
 
-def worker(layers, kv_heads=8, head_dim=128):
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """What SGLang was told of captured decode steps; they are off."""
+    decode = PhaseConfig(Backend.DISABLED, bs=[1, 2, 100])
+    exec_args = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode)))
+    monkeypatch.setattr(gpu_memory, "get_exec", lambda: exec_args)
+    return decode
+
+
+def worker(layers, kv_heads=8, head_dim=128, vocabulary=1000):
     config = SimpleNamespace(
         num_attention_heads=32,
         get_num_kv_heads=lambda tp: kv_heads,
@@ -24,6 +34,7 @@ def worker(layers, kv_heads=8, head_dim=128):
         v_head_dim=head_dim,
         context_len=32768,
         hidden_size=4096,
+        vocab_size=vocabulary,
         dtype=torch.bfloat16,
     )
     runner = SimpleNamespace(
@@ -82,6 +93,15 @@ def test_flashinfers_workspaces_are_counted_where_it_is_taken(layout, monkeypatc
     reserve = gpu_memory.reserve_of(*drafts)
     assert reserve.fixed - without.fixed == floats + workspaces
     assert reserve.per_token == without.per_token
+
+
+def test_what_the_drafts_captured_steps_leave_is_counted(layout, graphs):
+    without = gpu_memory.reserve_of(worker(32), worker(16))
+    graphs.backend = Backend.FULL
+    queries = 100 * 16 * 32 * 128 * 2
+    assert gpu_memory.reserve_of(worker(32), worker(16)).fixed - without.fixed == queries
+    padded = worker(16, vocabulary=1024)  # then SGLang keeps another buffer of logits
+    assert gpu_memory.reserve_of(worker(32), padded).fixed - without.fixed == queries + 100 * 1024 * 4
 
 
 def test_sglang_sizes_its_pool_with_it(monkeypatch):

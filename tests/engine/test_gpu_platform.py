@@ -148,7 +148,7 @@ INSTALL = """
     from sglang.srt.managers import scheduler
     from sglang.srt.mem_cache import registry
     from fathom.kernels.murmur_hash import murmur_hash32
-    from fathom.runtime.sglang_host import decode_graphs, draft_model, flashinfer_prefill, gpu_ops, kv_tree
+    from fathom.runtime.sglang_host import decode_graphs, draft_attention, flashinfer_prefill, gpu_ops, kv_tree
     from fathom.runtime.sglang_host import triton_attention
     from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
     from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
@@ -194,7 +194,7 @@ INSTALL = """
         device = "cuda"
     make = ATTENTION_BACKENDS[here.get_default_attention_backend()]
     for module, name, draft in (
-        (triton_attention, "TritonAttentionBackend", False), (draft_model, "TritonDraftBackend", True)
+        (triton_attention, "TritonAttentionBackend", False), (draft_attention, "TritonDraftBackend", True)
     ):
         setattr(module, name, lambda runner, name=name: name)
         Runner.is_draft_worker = draft

@@ -11,6 +11,8 @@ from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
 from fathom.runtime.sglang_host import triton_attention
+from fathom.runtime.sglang_host.draft_attention import Captured, TritonDraftBackend
+from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
 
 ROWS, LONGEST, SPANS, HEADS, KV_HEADS, DIM = 8, 64, 2, 4, 2, 16
 
@@ -112,6 +114,23 @@ def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
     assert len(written) == 6 and len({(number, at) for number, at, _ in written}) == SPANS
     assert len({tuple(slots) for _, _, slots in written}) == 6
     assert backend.tables.grown == 0
+
+
+def test_what_a_replay_gave_outlives_the_next_one():
+    """Of the draft's steps: logits and queries of the rows that were asked for lie in buffers of their own."""
+    backend, captured = TritonDraftBackend.__new__(TritonDraftBackend), Captured(torch.arange(2))
+    backend.captured, backend.scale, backend.queries = captured, 0.5, torch.randn(3, 4, HEADS, DIM)
+    output = torch.randn(2, 9)
+    graphs = DraftGraphRunner.__new__(DraftGraphRunner)
+    graphs.attn_backend, graphs.replayed = backend, {"plain": 0, "looking": 0}
+    graphs.execute = lambda batch: SimpleNamespace(next_token_logits=output)
+    queries, logits = backend.queries[:, :2].clone(), output.clone()
+    got = graphs.logits(SimpleNamespace(batch_size=2))
+    for buffer in (output, backend.queries):
+        buffer.fill_(torch.nan)
+    assert got.equal(logits) and captured.scale == 0.5
+    assert all(captured.queries[layer][0].equal(own) for layer, own in enumerate(queries))
+    assert graphs.replayed == {"plain": 0, "looking": 1} and len(captured.queries) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import shutil
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import interpreted
@@ -15,6 +17,7 @@ import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
 from noisy import draft_flags, noisy_copy
+from oracles.drafted import Draft
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
@@ -118,7 +121,7 @@ def test_slow_and_fast_steps_are_replayed(server, answers, expected):
     with ThreadPoolExecutor(len(policies)) as pool:
         answers = pool.map(lambda name: ask(server, prompt_of(name), policies[name], tokens), policies)
         accounts = {
-            name: expected.check(name, answer, tokens, policies[name])
+            name: expected.compare(prompt_of(name), policies[name], answer, tokens)
             for name, answer in zip(policies, answers, strict=True)
         }
     replayed = replayed_steps(server) - replayed - before
@@ -131,6 +134,54 @@ def test_choices_at_random_are_not_replayed(server):
     answer = ask(server, prompt_of("SFI"), {"decode": "slow_fast", "sfi_selection": "random"}, 6)
     account, replayed = answer["meta_info"]["fathom"], replayed_steps(server) - before
     assert replayed == {"alternating": account["fast_steps"]} and account["slow_steps"] > 1
+
+
+def prompts_that(hold, count, length):
+    """The first prompts of which something holds."""
+    named = (prompt_of(f"draft {number}", length) for number in range(1000))
+    return list(islice(filter(hold, named), count))
+
+
+def ask_together(server, *given):
+    """The answers to several prompts at once, and by how much the draft's counts grew."""
+    before = server.engine()["draft"]
+    answers = ask(server, *given)
+    after = server.engine()["draft"]
+    replayed = {
+        kind: steps - before["replayed_steps"][kind] for kind, steps in after["replayed_steps"].items()
+    }
+    return answers, replayed, after["placed_lists"] - before["placed_lists"]
+
+
+def test_the_drafts_steps_are_replayed(server, models, expected):
+    """Three requests in steps that were captured with four. The draft would give the target's answers: whatever it
+    says stands, unless it reads anything but its requests' own KV."""
+    said, drafts = (
+        partial(draft.look_ahead, steps=7, ends=set()) for draft in (Draft(models[0]), expected.draft)
+    )
+    prompts = prompts_that(lambda prompt: said(prompt) == drafts(prompt), 3, 20)
+    drafted, replayed, placed = ask_together(server, prompts, {"speculative": True}, 7)
+    for answer, prompt in zip(drafted, prompts, strict=True):
+        report = answer["meta_info"]["fathom"]
+        assert answer["output_ids"] == said(prompt)
+        assert report["draft_tokens"] == report["accepted_tokens"] > 3
+    # The lists are written for all tokens of a round, and for the prompts.
+    assert replayed["plain"] >= 4 and placed < replayed["plain"]
+
+
+def test_look_aheads_are_replayed(server, expected):
+    """Alone, and from the prefix cache two at once in steps that were captured with four. What is kept follows from
+    the queries of the tokens that the draft says: of one prompt not from the last prompt token's alone, of the
+    other not from this one's and the last token's."""
+    policy, prompts = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 4}, []
+    kept = partial(expected.draft.kept, rate=0.5, steps=4)
+    for asked in ([0], [0, 3, 3, 3]):
+        prompts += prompts_that(lambda prompt, asked=asked: kept(prompt) != kept(prompt, asked=asked), 1, 133)
+    for steps in (2 * 3, 1 + 3):  # from the cache the last prompt token is such a step too
+        answers, replayed, _ = ask_together(server, prompts, policy, 1)
+        assert replayed["looking"] >= steps
+        for answer, prompt in zip(answers, prompts, strict=True):
+            expected.compare(prompt, policy, answer, 1)
 
 
 def test_again_from_the_prefix_cache(server, answers, expected):

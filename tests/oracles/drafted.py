@@ -47,11 +47,12 @@ class Draft:
             keys.append(k[0].transpose(0, 1))
         return queries, keys
 
-    def kept(self, prompt, rate, spans=(), steps=8, ends=frozenset(), chunk=32) -> list[int]:
-        """Positions of the prompt that enter the target."""
+    def kept(self, prompt, rate, spans=(), steps=8, ends=frozenset(), chunk=32, asked=None) -> list[int]:
+        """Positions of the prompt that enter the target; ``asked``: the rows whose queries judge it, if not all."""
         said = self.look_ahead(prompt, steps, ends)
         queried = [token for token in said[: steps - 1] if token not in ends]
         rows = list(range(len(prompt) - 1, len(prompt) + len(queried)))
+        rows = rows if asked is None else [rows[i] for i in asked]
         queries, keys = self.queries_and_keys(prompt + queried, rows)
         prompt_keys = [key[: len(prompt)] for key in keys]
         scale = self.model.model.layers[0].self_attn.head_dim ** -0.5

@@ -1,0 +1,121 @@
+"""The draft's attention, over virtual slots, and what it keeps of queries for those who ask."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fathom.runtime.kv.lists import ListView, SlotLists
+from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
+from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
+from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass
+class Captured:
+    """Queries after rotary embedding of chosen rows, layer by layer.
+
+    Attributes:
+        rows: [chosen] rows of the pass that is running.
+        queries: per layer, one tensor [chosen, heads, head_dim] for each pass.
+        scale: factor on the dot products.
+    """
+
+    rows: torch.Tensor
+    queries: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    scale: float = 1.0
+
+
+class DraftReads(SpanAttentionBackend):
+    """Attention over virtual slots: one view for all layers, set before each pass."""
+
+    view: ListView
+    captured: Captured | None = None
+
+    @property
+    def watched(self) -> bool:  # type: ignore[override]
+        return self.captured is not None
+
+    def span_of(self, layer_id: int) -> int:
+        return 0
+
+    def view_of(self, layer_id: int) -> ListView:
+        return self.view
+
+    def read(self, view: ListView, captured: Captured | None) -> None:
+        """From here on the layers compute these rows, and keep the queries of some."""
+        self.view, self.captured = view, captured
+
+    def forward_decode(
+        self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
+    ) -> Any:
+        self._capture(q, layer)
+        return super().forward_decode(q, k, v, layer, *args, **kw)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
+    ) -> Any:
+        self._capture(q, layer)
+        return super().forward_extend(q, k, v, layer, *args, **kw)
+
+    def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
+        if self.captured is not None:
+            rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[self.captured.rows]
+            self.captured.queries.setdefault(layer.layer_id, []).append(rows.clone())
+            self.captured.scale = layer.scaling
+
+
+class DraftAttentionBackend(DraftReads, CpuAttentionBackend):
+    """The draft's attention on a CPU."""
+
+
+class TritonDraftBackend(DraftReads, TritonAttentionBackend):
+    """The draft's attention in Triton.
+
+    Attributes:
+        queries: [layers, rows, heads, head_dim], of the rows of a captured step that keeps them.
+        keeps_queries: whether such a step is being captured.
+    """
+
+    queries: torch.Tensor
+    keeps_queries = False
+    scale = 1.0
+
+    def read(self, view: ListView, captured: Captured | None) -> None:
+        super().read(view, captured)
+        self.padded_to = 0
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        config = self.runner.model_config
+        shape = self.kv_pool.layer_num, max_bs, config.num_attention_heads, config.head_dim
+        self.queries = torch.empty(shape, dtype=config.dtype, device=self.req_to_token.device)
+
+    def replays(self, lengths: torch.Tensor) -> bool:
+        return self.tables.first.hold(len(lengths), self.view.lists.total, len(lengths))
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: "ForwardBatch", in_capture: bool = False
+    ) -> None:
+        if in_capture:
+            self.read(ListView(SlotLists([]), [], [], []), None)
+        self.padded_to = forward_batch.batch_size
+        self.device_view(0, self.view)
+
+    def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
+        if self.keeps_queries:
+            kept = self.queries[layer.layer_id, : len(q)]
+            kept.copy_(q.reshape(kept.shape))
+            self.scale = layer.scaling
+        super()._capture(q, layer)
+
+    def hand_over(self, rows: int) -> None:
+        """Copy the queries of the rows that a replayed step was for to where they were asked for."""
+        if self.captured is not None:
+            for layer, own in enumerate(self.queries[:, :rows].clone()):
+                self.captured.queries.setdefault(layer, []).append(own)
+            self.captured.scale = self.scale
