@@ -64,7 +64,7 @@ class ListView(SpanView):
         return self._read(np.zeros(len(self.which), np.int64))
 
     def _read(self, begin: np.ndarray) -> np.ndarray:
-        """Slots of all segments from an entry of each on; only where the pool is on the host."""
+        """Slots of all segments from an entry of each on; backends for a device do not ask."""
         ends = np.diff(self.entry).tolist()
         own = zip(self.which.tolist(), begin.tolist(), ends, strict=True)
-        return np.concatenate([self.lists.parts[i][first:end].numpy() for i, first, end in own])
+        return np.concatenate([self.lists.parts[i][first:end].cpu().numpy() for i, first, end in own])
