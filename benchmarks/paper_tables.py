@@ -100,6 +100,23 @@ def scaled(layer: int, layers: int, span: int) -> int:
     return max(span, min(layers - span, round(layer * layers / 32 / span) * span))
 
 
+def limits_of(
+    ways: Sequence[Variant], shape: cost.ModelShape, work: Work, **options: Any
+) -> dict[tuple[int, str], cost.Prediction]:
+    """What FLOPs and bytes allow, by prompt length and name of a variant that drafts nothing.
+
+    Args:
+        options: of ``cost.policy_plan``.
+    """
+    found = {}
+    for length in work.lengths:
+        for way in ways:
+            if way.policy is not None and not way.policy.speculative:
+                plan = cost.policy_plan(way.policy, shape.layers, length, **options)
+                found[length, way.name] = cost.predict(shape, plan, work.output, work.batch)
+    return found
+
+
 class Report:
     """Prints tables and keeps what they show."""
 
@@ -138,20 +155,25 @@ def target_tables(
     ms = (("15: TTFT, ms", "ttft", papers.SPEED_TTFT_MS), ("16: TPOT, ms", "tpot", papers.SPEED_TPOT_MS))
     if "speed" in args.tables:
         for title, part, paper in ms:
-            rows = [speed_row(length, cells, cutoffs, part, paper) for length, cells in found.items()]
+            rows = [
+                speed_row(length, cells, cutoffs, part, paper, shapes["limits"])
+                for length, cells in found.items()
+            ]
             report.table(f"SPEED, Table {title}", rows)
         report.table("SPEED, Table 17: KV, GiB", [kv_row(n, cells, cutoffs) for n, cells in found.items()])
     pairs = {"fastkv": "FastKV, Figure 4: prefill and decode", "combination": "All but SFI together"}
     for name, title in pairs.items():
         if name in args.tables:
-            report.table(title, [gain_row(n, cells, name) for n, cells in found.items()])
+            report.table(title, [gain_row(n, cells, name, shapes["limits"]) for n, cells in found.items()])
     if "specprefill" in args.tables:
         rows = [row for n, cells in found.items() for row in formula_rows(n, cells, shapes)]
         report.table("SpecPrefill: TTFT against appendix E", rows)
 
 
-def speed_row(length: int, cells: dict[str, Cell], cutoffs: Any, part: str, paper: Any) -> dict[str, Any]:
-    """One row of Tables 15 and 16: ours, and how much faster than dense, with the paper's figure behind it."""
+def speed_row(
+    length: int, cells: dict[str, Cell], cutoffs: Any, part: str, paper: Any, limits: Any
+) -> dict[str, Any]:
+    """One row of Tables 15 and 16: ours, and how much faster than dense, with its limit and the paper's figure."""
     dense, theirs = getattr(cells[DENSE], part), paper_row(paper, length)
     row: dict[str, Any] = {"prompt": length, "dense": dense * 1e3}
     if STOCK in cells:
@@ -159,6 +181,7 @@ def speed_row(length: int, cells: dict[str, Cell], cutoffs: Any, part: str, pape
     for column, (k, name) in enumerate(cutoffs, 1):
         ours = getattr(cells[name], part)
         row |= {f"{name} (K = {k} of 32)": ours * 1e3, f"x {k}": dense / ours}
+        row[f"limit x {k}"] = getattr(limits[length, name], part)
         row[f"paper x {k}"] = theirs[0] / theirs[column] if theirs else None
     return row
 
@@ -177,14 +200,16 @@ def kv_row(length: int, cells: dict[str, Cell], cutoffs: Any) -> dict[str, Any]:
     return row
 
 
-def gain_row(length: int, cells: dict[str, Cell], name: str) -> dict[str, Any]:
+def gain_row(length: int, cells: dict[str, Cell], name: str, limits: Any) -> dict[str, Any]:
     """Prefill and decode of one variant against dense, and against stock SGLang."""
     ours, dense = cells[name], cells[DENSE]
     theirs = papers.FASTKV_SPEEDUP.get(length // 1024) if name == "fastkv" else None
+    limit = limits.get((length, name))
     row: dict[str, Any] = {"prompt": length, "dense TTFT s": dense.ttft, "TTFT s": ours.ttft}
-    row |= {"x TTFT": dense.ttft / ours.ttft, "paper x TTFT": theirs and theirs[0]}
+    row |= {"x TTFT": dense.ttft / ours.ttft, "limit x TTFT": limit and limit.ttft}
+    row["paper x TTFT"] = theirs and theirs[0]
     row |= {"dense TPOT ms": dense.tpot * 1e3, "TPOT ms": ours.tpot * 1e3, "x TPOT": dense.tpot / ours.tpot}
-    row["paper x TPOT"] = theirs and theirs[1]
+    row |= {"limit x TPOT": limit and limit.tpot, "paper x TPOT": theirs and theirs[1]}
     if STOCK in cells:
         row |= {
             "x TTFT of SGLang": cells[STOCK].ttft / ours.ttft,
@@ -216,7 +241,7 @@ def formula_rows(length: int, cells: dict[str, Cell], shapes: dict[str, Any]) ->
     return rows
 
 
-def sfi_rows(found: dict[int, dict[str, Cell]]) -> list[dict[str, Any]]:
+def sfi_rows(found: dict[int, dict[str, Cell]], limits: Any) -> list[dict[str, Any]]:
     """Slow-Fast Inference, Figure 4: decode throughput of the batch in tokens per second."""
     rows = []
     for length, cells in found.items():
@@ -228,6 +253,7 @@ def sfi_rows(found: dict[int, dict[str, Cell]]) -> list[dict[str, Any]]:
             "full KV": dense.rate,
             "SFI": fast.rate,
             "x": fast.rate / dense.rate,
+            "limit x": limits[length, "slow_fast"].tpot,
             **steps,
         }
         if STOCK in cells:
@@ -339,8 +365,12 @@ def main(argv: Sequence[str]) -> int:
             ways = variants(target.layers, span, args.output, args.tables)
             engines = setups(target, draft, span, Path(folder) / "main", args, gpu)
             work = Work(args.lengths, args.batch, args.output, args.rounds, target.vocab, args.seed)
+            tsp_layer = choose_tsp_layer(target.layers, span, None)
+            limits = limits_of(
+                ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=tsp_layer
+            )
             found = run_group(engines, ways, work, started, reports)
-            target_tables(report, found, {"target": target, "span": span, **costs}, args)
+            target_tables(report, found, {"target": target, "span": span, "limits": limits, **costs}, args)
         if "sfi" in args.tables:
             ways = [
                 Variant(DENSE, Policy(), whole),
@@ -349,11 +379,14 @@ def main(argv: Sequence[str]) -> int:
             sfi_span = choose_span(sfi_target.layers, args.depth_span)
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
-            rows = sfi_rows(
-                run_group(
-                    engines, ways, Work(args.lengths, *size, True, args.sfi_documents), started, reports
-                )
+            work = Work(args.lengths, *size, True, args.sfi_documents)
+            numbers = sfi_options.from_arguments(args).config
+            reads = cost.SlowFast(
+                1 / (1 + numbers.refresh_budget), numbers.sink, numbers.recent, numbers.selected
             )
+            shape = cost.ModelShape.from_config(sfi_target.config(1, args.dtype))
+            limits = limits_of(ways, shape, work, slow_fast=reads)
+            rows = sfi_rows(run_group(engines, ways, work, started, reports), limits)
             report.table("Slow-Fast Inference, Figure 4: decode, tokens/s", rows)
     if "kernels" in args.tables:
         paper_kernels.tables(report, target, sfi_target, args)

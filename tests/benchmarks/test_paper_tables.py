@@ -118,6 +118,17 @@ def test_kv_saved_is_what_the_cutoff_says(tables):
         assert row[f"saved {k}"] == pytest.approx(expected, abs=0.03)
 
 
+def test_limits_are_what_flops_and_bytes_allow(tables):
+    """Above the cutoff nothing but an anchor, the last token and the answer is computed, and read."""
+    (prefill,), (decode,) = tables["SPEED, Table 15"], tables["SPEED, Table 16"]
+    assert 8 / 6 * 0.98 < prefill["limit x 24"] < 8 / 6
+    assert 1 < decode["limit x 24"] < 8 / 6 and decode["limit x 28"] <= decode["limit x 24"]
+    (pruned,), (fast,) = tables["FastKV, Figure 4"], tables["Slow-Fast Inference, Figure 4"]
+    assert 1 < pruned["limit x TPOT"] < 10 and 1 < pruned["limit x TTFT"] < 5
+    assert 1 < fast["limit x"] < 384 / (4 + 32 + 16)
+    assert tables["All but SFI together"][0]["limit x TPOT"] is None
+
+
 def test_the_mechanisms_ran(tables):
     rows = tables["SpecPrefill"]
     assert [row["keep rate"] for row in rows] == [0.1, 0.3, 0.5]
