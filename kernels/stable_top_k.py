@@ -48,13 +48,24 @@ def stable_top_k(
         indices [..., width] int32, ascending, padded with -1, and counts [...] int32.
     """
     lead = scores.shape[:-1]
-    begin, end, budget = (each.expand(lead).contiguous() for each in (begin, end, budget))
-    if runs_triton(scores):
-        return stable_top_k_triton(scores, begin, end, budget, width, pitch)
-    from fathom.kernels.refresh_cpu import stable_top_k_cpu
+    begin, end, budget = (each.expand(lead) for each in (begin, end, budget))
+    if not runs_triton(scores):
+        from fathom.kernels.refresh_cpu import stable_top_k_cpu
 
-    counts = torch.minimum(end - begin, budget).clamp(min=0, max=width)
-    return stable_top_k_cpu(scores, begin, end, counts, width), counts.int()
+        counts = torch.minimum(end - begin, budget).clamp(min=0, max=width)
+        return stable_top_k_cpu(scores, begin, end, counts, width), counts.int()
+    scores, rows = scores.contiguous(), lead.numel()
+    indices = torch.empty(*lead, width, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(lead, dtype=torch.int32, device=scores.device)
+    if rows:
+        inner = lead[-1] if lead else 1
+        numbers = [each.reshape(-1, inner) for each in (begin, end, budget)]
+        strides = [stride for each in numbers for stride in each.stride()]
+        _top_k_kernel[(rows,)](
+            scores, *numbers, scores.shape[-1] if pitch is None else pitch, indices, counts, width, inner, *strides,
+            THERE=pitch is not None, BITS=BITS, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return indices, counts
 
 
 @triton.jit
@@ -66,13 +77,17 @@ def _ordered(x):
 
 @triton.jit
 def _top_k_kernel(
-    scores, begin, end, budget, pitch, indices, counts, width,
+    scores, begin, end, budget, pitch, indices, counts, width, inner,
+    begin_outer, begin_inner, end_outer, end_inner, budget_outer, budget_inner,
     THERE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: first the last score that is taken, some bits at a time; then the indices of all, in order."""
     row = tl.program_id(0)
-    low, high = tl.load(begin + row).to(tl.int32), tl.load(end + row).to(tl.int32)
-    count = tl.minimum(tl.minimum(tl.load(budget + row).to(tl.int32), high - low), width)
+    i, k = row // inner, row % inner
+    low = tl.load(begin + i * begin_outer + k * begin_inner).to(tl.int32)
+    high = tl.load(end + i * end_outer + k * end_inner).to(tl.int32)
+    count = tl.load(budget + i * budget_outer + k * budget_inner).to(tl.int32)
+    count = tl.minimum(tl.minimum(count, high - low), width)
     count = tl.maximum(count, 0)
     tl.store(counts + row, count)
     own = scores + row.to(tl.int64) * (tl.load(pitch) if THERE else pitch)
@@ -110,26 +125,6 @@ def _top_k_kernel(
     for start in range(count, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
         tl.store(target + place, tl.full((BLOCK,), -1, tl.int32), mask=place < width)
-
-
-def stable_top_k_triton(
-    scores: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    budget: torch.Tensor,
-    width: int,
-    pitch: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`stable_top_k` in one launch, one program per row; ``begin``, ``end``, ``budget`` [...] int64."""
-    scores, lead = scores.contiguous(), scores.shape[:-1]
-    indices = torch.empty(*lead, width, dtype=torch.int32, device=scores.device)
-    counts = torch.empty(lead, dtype=torch.int32, device=scores.device)
-    if counts.numel():
-        _top_k_kernel[(counts.numel(),)](
-            scores, begin, end, budget, scores.shape[-1] if pitch is None else pitch, indices, counts, width,
-            THERE=pitch is not None, BITS=BITS, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
-    return indices, counts
 
 
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:

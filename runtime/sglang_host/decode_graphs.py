@@ -1,5 +1,6 @@
 """Decode steps that are captured once per batch size and replayed, over depth pages."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +38,39 @@ class Variants:
         return RENEWING if step.capacity else ALTERNATING
 
 
-class DecodeGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's runner of captured decode steps, asked for those that a captured step can take the place of.
+class CountingGraphRunner(DecodeCudaGraphRunner):
+    """SGLang's runner of captured decode steps, with variants of our own and a count of each.
 
     Attributes:
-        replayed: how many steps were replayed, by what was captured.
+        labels: of all variants; variants: what decides between them, given the backend.
+        replayed: how many steps were replayed, by label.
     """
 
-    attn_backend: TritonAttentionBackend
+    labels: tuple[str, ...]
+    variants: Callable[[Any], Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.replayed = dict.fromkeys((DENSE, ALTERNATING, RENEWING), 0)
+        self.replayed = dict.fromkeys(self.labels, 0)
         super().__init__(*args, **kwargs)
 
     @property
-    def attention_graph_variants(self) -> Variants:
-        return Variants(self.attn_backend)
+    def attention_graph_variants(self) -> Any:
+        return type(self).variants(self.attn_backend)
 
     @attention_graph_variants.setter
     def attention_graph_variants(self, _: Any) -> None:
-        """SGLang's own are of models that our backend does not serve."""
+        """SGLang's own are of models that our backends do not serve."""
+
+    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
+        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
+        return super().execute(forward_batch, *args, **kwargs)
+
+
+class DecodeGraphRunner(CountingGraphRunner):
+    """The target's, asked for the steps that a captured one can take the place of."""
+
+    attn_backend: TritonAttentionBackend
+    labels, variants = (DENSE, ALTERNATING, RENEWING), Variants
 
     def capture_one_shape(
         self,
@@ -82,7 +96,3 @@ class DecodeGraphRunner(DecodeCudaGraphRunner):
             and self.attn_backend.replays(lengths)
             and super().can_run_graph(forward_batch)
         )
-
-    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
-        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
-        return super().execute(forward_batch, *args, **kwargs)

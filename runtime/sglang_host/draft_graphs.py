@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from fathom.runtime.sglang_host.decode_graphs import CountingGraphRunner
 from fathom.runtime.sglang_host.draft_attention import TritonDraftBackend
 
 if TYPE_CHECKING:
@@ -28,26 +28,11 @@ class DraftVariants:
         return PLAIN if self.backend.captured is None else LOOKING
 
 
-class DraftGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's runner of captured decode steps, for passes that the draft composes itself.
-
-    Attributes:
-        replayed: how many steps were replayed, by what was captured.
-    """
+class DraftGraphRunner(CountingGraphRunner):
+    """The draft's, for passes that it composes itself."""
 
     attn_backend: TritonDraftBackend
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.replayed = {PLAIN: 0, LOOKING: 0}
-        super().__init__(*args, **kwargs)
-
-    @property
-    def attention_graph_variants(self) -> DraftVariants:
-        return DraftVariants(self.attn_backend)
-
-    @attention_graph_variants.setter
-    def attention_graph_variants(self, _: Any) -> None:
-        """SGLang's own are of models that our backend does not serve."""
+    labels, variants = DraftVariants.capture_labels, DraftVariants
 
     def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
         self.attn_backend.keeps_queries = LOOKING in args
@@ -61,7 +46,6 @@ class DraftGraphRunner(DecodeCudaGraphRunner):
     @torch.inference_mode()
     def logits(self, forward_batch: "ForwardBatch") -> torch.Tensor:
         """[requests, vocabulary], which the next replay leaves alone; the backend's view is set already."""
-        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
         output = self.execute(forward_batch)
         self.attn_backend.hand_over(forward_batch.batch_size)
         return output.next_token_logits.clone()

@@ -27,6 +27,13 @@ def roomy_server(share_server, tiny_model):
 
 
 @pytest.fixture(scope="session")
+def narrow_server(share_server, tiny_model):
+    """Such a pool, in which no more tokens may be held however little memory each takes; chunks of 256."""
+    pool = ("--max-total-tokens", str(ROOMY_TOKENS), "--page-size", str(PAGE), "--shallow-factor", "1")
+    return share_server(tiny_model, *FLAGS, *pool, "--chunked-prefill-size", "256", "--enable-mixed-chunk")
+
+
+@pytest.fixture(scope="session")
 def pressed_server(share_server, tiny_model):
     """Chunks of 64, prefill and decode rows in one batch, and a pool too small for the requests in flight."""
     flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", str(PAGE))
