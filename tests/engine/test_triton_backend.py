@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
@@ -116,14 +117,15 @@ def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
     assert backend.tables.grown == 0
 
 
-def test_what_a_replay_gave_outlives_the_next_one():
+def test_what_a_replay_gave_outlives_the_next_one(monkeypatch):
     """Of the draft's steps: logits and queries of the rows that were asked for lie in buffers of their own."""
     backend, captured = TritonDraftBackend.__new__(TritonDraftBackend), Captured(torch.arange(2))
     backend.captured, backend.scale, backend.queries = captured, 0.5, torch.randn(3, 4, HEADS, DIM)
     output = torch.randn(2, 9)
     graphs = DraftGraphRunner.__new__(DraftGraphRunner)
     graphs.attn_backend, graphs.replayed = backend, {"plain": 0, "looking": 0}
-    graphs.execute = lambda batch: SimpleNamespace(next_token_logits=output)
+    replayed = SimpleNamespace(next_token_logits=output)
+    monkeypatch.setattr(DecodeCudaGraphRunner, "execute", lambda self, batch: replayed)
     queries, logits = backend.queries[:, :2].clone(), output.clone()
     got = graphs.logits(SimpleNamespace(batch_size=2))
     for buffer in (output, backend.queries):
