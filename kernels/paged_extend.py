@@ -134,6 +134,7 @@ def paged_extend(
     scale: float,
     splits: int = 1,
     output: torch.Tensor | None = None,
+    usual_new: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed new tokens over their requests' prefixes and, causally, over themselves.
 
@@ -148,6 +149,7 @@ def paged_extend(
         scale: factor on the dot products.
         splits: programs that share a prefix (:func:`fathom.kernels.paged_decode.pick_splits`).
         output: [tokens, heads, value_dim] to write to, last dimension contiguous; by default new, float32.
+        usual_new: new tokens that one program's tile is made for, where a request mostly has less than ``max_new``.
 
     Every tensor's last dimension is contiguous.
 
@@ -159,9 +161,8 @@ def paged_extend(
     kv_heads, value_dim = values.shape[2:]
     group = heads // kv_heads
     result = Result(query, value_dim, splits, output)
-    constants, options = _tile(
-        group, head_dim, value_dim, keys.shape[1], max_new * group, query.element_size()
-    )
+    lines = (max_new if usual_new is None else usual_new) * group
+    constants, options = _tile(group, head_dim, value_dim, keys.shape[1], lines, query.element_size())
     tiles = triton.cdiv(max_new * group, constants["ROWS"])
     _extend_kernel[(tiles, len(prefixes) * splits, kv_heads)](
         query, new_keys, new_values, keys, values, page_table, rows, prefixes, cu_seqlens,

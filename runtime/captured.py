@@ -29,13 +29,13 @@ class CapturedStep:
         renewed: [spans, 7, most] int64, whose selections are renewed, as ``RefreshBatch`` has it; pitch: [spans, 4]
             int32, of which the first is the width of the evidence.
         most: requests whose selections one step renews at most.
-        size: requests of the step that is captured or replayed.
+        size: rows of the step that is captured or replayed.
     """
 
     def __init__(self, state: SlowFast, rows: int) -> None:
         """
         Args:
-            rows: most requests of a step.
+            rows: most query rows of a step.
         """
         self.state, there = state, {"device": state.shape.device}
         # Multiples of 4, so that Triton meets the same alignment everywhere.
@@ -45,9 +45,9 @@ class CapturedStep:
         self.pitch = torch.zeros(state.spans, 4, dtype=torch.int32, **there)
         self.size = 0
 
-    def serves(self, step: Step) -> bool:
-        """Whether replayed launches do what the step does: one row per request, and room for its evidence."""
-        if len(step.owner) > len(step):
+    def serves(self, step: Step, rows: int) -> bool:
+        """Whether replayed launches do what the step does: all ``rows`` of a pass, with room for its evidence."""
+        if len(step.owner) != rows:
             return False
         room = self.state.ring.entries - self.most
         return not step.capacity or (not step.at_random and step.capacity * step.width <= room)
@@ -55,7 +55,7 @@ class CapturedStep:
     def fill(
         self, size: int, step: Step | None, views: Sequence[SpanView], there: Sequence[DeviceView]
     ) -> None:
-        """Write the plans of a step, filled up to ``size`` requests with such as read the dummy slot.
+        """Write the plans of a step, filled up to ``size`` rows with such as read the dummy slot.
 
         Args:
             step: one that is served; None for dummies alone.
@@ -71,7 +71,7 @@ class CapturedStep:
         if step is not None:
             for span, (view, device_view) in enumerate(zip(views, there, strict=True)):
                 planned = step.plan(span, view, device_view)
-                plans[span, : len(step)] = planned.step.plan.packed
+                plans[span, : len(step.owner)] = planned.step.plan.packed
                 renewed[span, :, : step.capacity] = planned.step.refresh.packed
                 pitch[span] = planned.width
         self.packed[:, :size].copy_(plans, non_blocking=True)
@@ -91,11 +91,11 @@ class CapturedStep:
         """Attention at one layer of the step that is captured.
 
         Args:
-            query: [requests, heads, head_dim]; pool: as for ``Step.attend``; there: the view of the layer's span.
+            query: [rows, heads, head_dim]; pool: as for ``Step.attend``; there: the view of the layer's span.
             renews: whether the step is one in which selections are renewed; then within ``executor.step()``.
 
         Returns:
-            [requests, heads, value_dim] float32.
+            [rows, heads, value_dim] float32.
         """
         state, span = self.state, layer // self.state.shape.span
         compact, evidence = state.compact[layer], None

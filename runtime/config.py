@@ -21,6 +21,9 @@ MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill",
 DRAFTED = ("SpecPrefill", "drafting")
 """Mechanisms that need a draft model."""
 
+MOST_DRAFTED = 16
+"""Tokens that one step drafts for a request at most."""
+
 CUSTOM = "custom"
 """Reported as the preset of a policy whose values are no preset's. Not accepted in a request."""
 
@@ -239,7 +242,7 @@ class Policy:
         source="speculative decoding with exact verification",
         kind=int,
         low=1,
-        high=16,
+        high=MOST_DRAFTED,
         mechanism="drafting",
         tunes="speculative",
     )

@@ -140,24 +140,22 @@ class DeviceTables:
         """Bring a view to the device, unless it is what the span's buffers hold already.
 
         Args:
-            padded_to: segments, each of one row, that the batch is filled up to: the others read and write the
-                dummy slot.
+            padded_to: rows that the batch is filled up to: the others are segments of one row each, which read and
+                write the dummy slot. What a launch is given is then the same for any segments with so many rows.
         """
         if not self.holds(span, view, padded_to):
             self._filled[span] = self._fill(span, view, padded_to)
         return self._filled[span].there  # type: ignore[union-attr]
 
     def _fill(self, span: int, view: SpanView, padded_to: int) -> Filled:
-        given = len(view.query) - 1
         if isinstance(view, ListView):
             entries, new = view.lists.total, int(view.query[-1])
         else:
             entries, new = len(view.slots), len(view.write)
-        padding = max(padded_to - given, 0)
-        segments, rows = given + padding, new + padding
+        segments, rows = self._sizes(view, padded_to)
         room = self._room(segments, entries, rows)
         staging = staged((5, segments + 1), torch.int32, self.device)
-        self._describe(staging.numpy(), view, padding)
+        self._describe(staging.numpy(), view, rows - new)
         room.head[span, :, : segments + 1].copy_(staging, non_blocking=True)
         write = room.write[span, :rows]
         if isinstance(view, ListView):
@@ -173,7 +171,16 @@ class DeviceTables:
             staging[:new] = torch.from_numpy(view.write)
             staging[new:] = UNBACKED
             write.copy_(staging, non_blocking=True)
-        return Filled(view, padded_to, room, self._view(room, span, view, padding))
+        return Filled(view, padded_to, room, self._view(room, span, view, segments, rows))
+
+    @staticmethod
+    def _sizes(view: SpanView, padded_to: int) -> tuple[int, int]:
+        """Segments and rows of a view that is filled up to so many rows.
+
+        Filled up, it has room for a segment per row; behind those that are there, some without a row.
+        """
+        segments, rows = len(view.query) - 1, int(view.query[-1])
+        return (padded_to, padded_to) if padded_to >= max(rows, 1) else (segments, rows)
 
     def _place(self, span: int, lists: SlotLists, room: Buffers) -> None:
         """Write the lists one after the other, unless the span's buffers hold a view of them."""
@@ -194,7 +201,8 @@ class DeviceTables:
         """The numbers of each segment, as ``Buffers.head`` has them of a span.
 
         Args:
-            numbers: [5, segments + padding + 1] int32, written. The padding's read the dummy slot.
+            numbers: [5, segments and one more] int32, written.
+            padding: segments behind the view's own that read the dummy slot; those behind these have no rows.
         """
         given = len(view.query) - 1
         numbers[:] = 0
@@ -203,10 +211,11 @@ class DeviceTables:
         numbers[2, :given] = lengths - np.diff(view.query)
         numbers[4, : given + 1] = view.query
         numbers[:3, given : given + padding] = [[DUMMY], [1], [0]]
-        numbers[4, given + 1 :] = view.query[-1] + np.arange(1, padding + 1)
+        numbers[4, given + 1 :] = view.query[-1] + padding
+        numbers[4, given + 1 : given + 1 + padding] = view.query[-1] + np.arange(1, padding + 1)
 
-    def _view(self, room: Buffers, span: int, view: SpanView, padding: int) -> DeviceView:
-        segments, new = len(view.query) - 1 + padding, np.diff(view.query)
+    def _view(self, room: Buffers, span: int, view: SpanView, segments: int, rows: int) -> DeviceView:
+        new = np.diff(view.query)
         begin, lengths, prefixes, _, bounds = room.head[span]
         return DeviceView(
             room.slots[span].unsqueeze(1),
@@ -214,9 +223,9 @@ class DeviceTables:
             lengths[:segments],
             prefixes[:segments],
             bounds[: segments + 1],
-            room.write[span, : int(view.query[-1]) + padding],
+            room.write[span, :rows],
             view.begin + DUMMY + 1,
-            int(new.max(initial=min(padding, 1))),
+            int(new.max(initial=min(rows, 1))),
             int((np.diff(view.entry) - new).max(initial=0)),
             bool((view.begin == view.entry[:-1]).all()),
         )
@@ -235,17 +244,16 @@ class DeviceTables:
             request_table: [rows, positions] int32 virtual slots, on the device.
             padded_to: as :meth:`fill`.
         """
-        requests, rows = len(views[0].query) - 1, int(views[0].query[-1])
-        padding = max(padded_to - requests, 0)
-        segments = requests + padding
-        room = self._room(segments, max(int(view.entry[-1]) for view in views), rows + padding)
+        requests, new = len(views[0].query) - 1, int(views[0].query[-1])
+        segments, rows = self._sizes(views[0], padded_to)
+        room = self._room(segments, max(int(view.entry[-1]) for view in views), rows)
         staging = staged((len(views), 5, segments + 1), torch.int32, self.device)
         for numbers, view in zip(staging.numpy(), views, strict=True):
-            self._describe(numbers, view, padding)
+            self._describe(numbers, view, rows - new)
             numbers[3, :requests] = view.sources
         room.head[: len(views), :, : segments + 1].copy_(staging, non_blocking=True)
-        if padding:
-            room.write[: len(views), rows : rows + padding] = UNBACKED
+        if rows > new:
+            room.write[: len(views), new:rows] = UNBACKED
         span_tables(
             room.head[: len(views)],
             room.slots,
@@ -259,5 +267,5 @@ class DeviceTables:
             views[0].memory.page_size,
         )
         for span, view in enumerate(views):
-            self._filled[span] = Filled(view, padded_to, room, self._view(room, span, view, padding))
+            self._filled[span] = Filled(view, padded_to, room, self._view(room, span, view, segments, rows))
         self.looked_up += 1

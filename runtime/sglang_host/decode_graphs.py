@@ -1,25 +1,61 @@
-"""Decode steps that are captured once per batch size and replayed, over depth pages."""
+"""Decode steps that are captured once per batch size and replayed, over depth pages.
 
-from collections.abc import Callable
+To SGLang every captured step has one row per request. A pass over several tokens of each request is captured as
+such a step too, of as many requests as it has rows; whose they are is in the numbers that attention reads.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec
 
+from fathom.runtime.kv.view import Batch
 from fathom.runtime.sglang_host.triton_attention import (
     ALTERNATING,
     DENSE,
     RENEWING,
+    SEVERAL,
     TritonAttentionBackend,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+WIDER = 2, 3, 5
+"""Sizes of passes over several tokens that are captured beside those of steps, times the largest of these."""
+MOST_ROWS = 64
+"""Such sizes are at most this."""
+
+
+def with_wider(sizes: Sequence[int]) -> list[int]:
+    """Sizes of steps, and those of passes over several tokens that are larger than each of them."""
+    most = max(sizes)
+    wider = {min(times * most, MOST_ROWS) for times in WIDER}
+    return sorted({*sizes, *(size for size in wider if size > most)})
+
+
+def captured_rows() -> int:
+    """The most rows of what is captured where there is a draft; 0 where nothing is."""
+    decode = get_exec().graph.cuda_graph_config.decode
+    return 0 if decode.backend == Backend.DISABLED or not decode.bs else with_wider(decode.bs)[-1]
+
+
+def share_logits(device: str) -> None:
+    """Make the buffer that all runners' logits are written to, for more rows than SGLang would."""
+    rows = captured_rows()
+    if rows:
+        shared = GraphSharedOutput(device=torch.device(device), max_rows=rows)
+        GraphSharedOutput._process_shared = shared
+
 
 class Variants:
-    """What is captured of each batch size: requests that read everything, such as decode slow and fast, and such as
-    renew selections.
+    """What is captured of each batch size: requests that read everything, such as decode slow and fast, such as
+    renew selections, and drafted tokens that are verified.
 
     Of the form of SGLang's ``AttentionGraphVariants``.
     """
@@ -29,25 +65,31 @@ class Variants:
 
     @property
     def capture_labels(self) -> tuple[str, ...]:
-        return (DENSE,) if self.backend.slow_fast is None else (DENSE, ALTERNATING, RENEWING)
+        alternating = () if self.backend.slow_fast is None else (ALTERNATING, RENEWING)
+        return (DENSE, *alternating, *((SEVERAL,) if self.backend.several else ()))
 
     def select(self, forward_batch: "ForwardBatch") -> str:
         step = self.backend.alternating
         if step is None:
-            return DENSE
+            return DENSE if self.backend.given is None else SEVERAL
         return RENEWING if step.capacity else ALTERNATING
 
 
 class CountingGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's runner of captured decode steps, with variants of our own and a count of each.
+    """SGLang's runner of captured decode steps, with variants and sizes of our own and a count of each variant.
 
     Attributes:
-        labels: of all variants; variants: what decides between them, given the backend.
+        labels: of all variants; narrow: of those that have one row of each request.
+        variants: what decides between them, given the backend.
+        most: requests of a step.
         replayed: how many steps were replayed, by label.
     """
 
     labels: tuple[str, ...]
+    narrow: tuple[str, ...]
     variants: Callable[[Any], Any]
+    attn_backend: TritonAttentionBackend
+    most: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.replayed = dict.fromkeys(self.labels, 0)
@@ -61,16 +103,14 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
     def attention_graph_variants(self, _: Any) -> None:
         """SGLang's own are of models that our backends do not serve."""
 
-    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
-        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
-        return super().execute(forward_batch, *args, **kwargs)
+    @property
+    def capture_bs(self) -> list[int]:
+        return self._sizes
 
-
-class DecodeGraphRunner(CountingGraphRunner):
-    """The target's, asked for the steps that a captured one can take the place of."""
-
-    attn_backend: TritonAttentionBackend
-    labels, variants = (DENSE, ALTERNATING, RENEWING), Variants
+    @capture_bs.setter
+    def capture_bs(self, sizes: list[int]) -> None:
+        self.most = max(sizes)
+        self._sizes = with_wider(sizes) if self.attn_backend.several else sizes
 
     def capture_one_shape(
         self,
@@ -80,19 +120,67 @@ class DecodeGraphRunner(CountingGraphRunner):
         variant_label: Any = None,
         attention_variant: str = DENSE,
     ) -> None:
-        def around(*args: Any, **kwargs: Any) -> Any:
-            # The auxiliary lane's work is a part of what is captured, up to the barrier at its end.
-            slow_fast = self.attn_backend.slow_fast if attention_variant == RENEWING else None
-            with nullcontext() if slow_fast is None else slow_fast.executor.step():
-                return forward(*args, **kwargs)
-
+        if (
+            size > self.most
+            if attention_variant in self.narrow
+            else size == 1 and attention_variant == SEVERAL
+        ):
+            return
         with self.attn_backend.capturing(attention_variant):
-            super().capture_one_shape(size, around, stream_idx, variant_label, attention_variant)
+            super().capture_one_shape(size, forward, stream_idx, variant_label, attention_variant)
+
+    def takes(self, requests: int, entries: int, rows: int) -> bool:
+        """Whether a captured step can take the place of what the backend is to compute.
+
+        Args:
+            entries: tokens of all requests; rows: those that are computed.
+        """
+        several = rows > requests
+        return rows <= (self.max_bs if several else self.most) and self.attn_backend.replays(
+            requests, entries
+        )
 
     def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
         lengths = forward_batch.seq_lens_cpu
-        return (
-            lengths is not None
-            and self.attn_backend.replays(lengths)
-            and super().can_run_graph(forward_batch)
-        )
+        if lengths is None:
+            return False
+        requests = len(lengths)
+        return self.takes(requests, int(lengths.sum()), requests) and super().can_run_graph(forward_batch)
+
+    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
+        self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
+        return super().execute(forward_batch, *args, **kwargs)
+
+
+class DecodeGraphRunner(CountingGraphRunner):
+    """The target's, asked for the steps that a captured one can take the place of."""
+
+    labels, variants = (DENSE, ALTERNATING, RENEWING, SEVERAL), Variants
+    narrow = (DENSE,)
+
+    def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
+        def around(*inner: Any, **kwargs: Any) -> Any:
+            # The auxiliary lane's work is a part of what is captured, up to the barrier at its end.
+            backend = self.attn_backend
+            slow_fast = backend.slow_fast if backend.captures == RENEWING else None
+            with nullcontext() if slow_fast is None else slow_fast.executor.step():
+                return forward(*inner, **kwargs)
+
+        super().capture_one_shape(size, around, *args)
+
+    def logits(self, rows: Batch, compose: Callable[[], "ForwardBatch"]) -> torch.Tensor | None:
+        """Logits [rows, vocabulary] of several rows of each request, valid until the next replay.
+
+        Args:
+            compose: makes the batch that SGLang replays: each row a request of its own.
+
+        Returns:
+            None where no captured step can take the place of the pass.
+        """
+        self.attn_backend.given = rows
+        try:
+            if not self.takes(len(rows.rows), int(rows.lengths.sum()), int(rows.query[-1])):
+                return None
+            return self.execute(compose()).next_token_logits
+        finally:
+            self.attn_backend.given = None

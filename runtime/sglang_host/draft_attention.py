@@ -3,16 +3,21 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.triton_attention import MOST_NEW, TritonAttentionBackend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+PLAIN, LOOKING = "plain", "looking"
+"""Captured steps of one token per request: plain ones, and such as keep the queries of all layers."""
 
 
 @dataclass
@@ -78,11 +83,10 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
 
     Attributes:
         queries: [layers, rows, heads, head_dim], of the rows of a captured step that keeps them.
-        keeps_queries: whether such a step is being captured.
     """
 
     queries: torch.Tensor
-    keeps_queries = False
+    several = True
     scale = 1.0
 
     def read(self, view: ListView, captured: Captured | None) -> None:
@@ -95,8 +99,11 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
         shape = self.kv_pool.layer_num, max_bs, config.num_attention_heads, config.head_dim
         self.queries = torch.empty(shape, dtype=config.dtype, device=self.req_to_token.device)
 
-    def replays(self, lengths: torch.Tensor) -> bool:
-        return self.tables.first.hold(len(lengths), self.view.lists.total, len(lengths))
+    def replays(self, requests: int, entries: int) -> bool:
+        new = np.diff(self.view.query)
+        if int(new.max()) > (MOST_NEW if self.captured is None else 1):
+            return False
+        return self.tables.first.hold(requests, entries, int(new.sum()))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: "ForwardBatch", in_capture: bool = False
@@ -107,7 +114,7 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
         self.device_view(0, self.view)
 
     def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
-        if self.keeps_queries:
+        if self.captures == LOOKING:
             kept = self.queries[layer.layer_id, : len(q)]
             kept.copy_(q.reshape(kept.shape))
             self.scale = layer.scaling

@@ -1,30 +1,33 @@
-"""The draft's decode steps, captured once per batch size and replayed."""
+"""The draft's decode steps, and passes over a few tokens of each request, captured once per size and replayed."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from fathom.runtime.sglang_host.decode_graphs import CountingGraphRunner
-from fathom.runtime.sglang_host.draft_attention import TritonDraftBackend
+from fathom.runtime.sglang_host.draft_attention import LOOKING, PLAIN, TritonDraftBackend
+from fathom.runtime.sglang_host.triton_attention import SEVERAL
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-PLAIN, LOOKING = "plain", "looking"
-
 
 class DraftVariants:
-    """What is captured of each batch size: a step, and one that keeps the queries of all layers.
+    """What is captured of each size: a step, one that keeps the queries of all layers, and a pass over several
+    tokens of each request.
 
     Of the form of SGLang's ``AttentionGraphVariants``.
     """
 
-    capture_labels = PLAIN, LOOKING
+    capture_labels = PLAIN, LOOKING, SEVERAL
 
     def __init__(self, backend: TritonDraftBackend) -> None:
         self.backend = backend
 
     def select(self, forward_batch: "ForwardBatch") -> str:
+        view = self.backend.view
+        if int(view.query[-1]) > len(view.which):
+            return SEVERAL
         return PLAIN if self.backend.captured is None else LOOKING
 
 
@@ -33,19 +36,16 @@ class DraftGraphRunner(CountingGraphRunner):
 
     attn_backend: TritonDraftBackend
     labels, variants = DraftVariants.capture_labels, DraftVariants
+    narrow = (PLAIN, LOOKING)
 
-    def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
-        self.attn_backend.keeps_queries = LOOKING in args
-        super().capture_one_shape(size, forward, *args)
-        self.attn_backend.keeps_queries = False
-
-    def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
-        lengths = forward_batch.seq_lens_cpu
-        return self.attn_backend.replays(lengths) and super().can_run_graph(forward_batch)
+    def takes_view(self) -> bool:
+        """Whether a captured step can take the place of the pass that the backend's view describes."""
+        view = self.attn_backend.view
+        return self.takes(len(view.which), view.lists.total, int(view.query[-1]))
 
     @torch.inference_mode()
     def logits(self, forward_batch: "ForwardBatch") -> torch.Tensor:
-        """[requests, vocabulary], which the next replay leaves alone; the backend's view is set already."""
+        """[rows, vocabulary], which the next replay leaves alone; the backend's view is set already."""
         output = self.execute(forward_batch)
         self.attn_backend.hand_over(forward_batch.batch_size)
         return output.next_token_logits.clone()

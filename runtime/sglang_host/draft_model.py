@@ -152,16 +152,19 @@ class DraftModel:
         counts, lengths = [len(read.tokens) for read in reads], [read.length for read in reads]
         tokens = [token for read in reads for token in read.tokens]
         places = [np.arange(end - count, end) for end, count in zip(lengths, counts, strict=True)]
-        wanted = np.arange(len(tokens)) if every else np.cumsum(counts) - 1
-        decode = len(tokens) == len(reads)
-        batch = passes.prepare(self.runner, tokens, np.concatenate(places), wanted, decode)
-        if capture is not None:
-            capture.rows = send(wanted, self.runner.device)
+        positions, rows = np.concatenate(places), np.arange(len(tokens))
+        wanted = rows if every else np.cumsum(counts) - 1
         self.backend.read(ListView(lists, [read.which for read in reads], lengths, counts), capture)
         try:
-            if decode and self.graphs is not None and self.graphs.can_run_graph(batch):
-                logits = self.graphs.logits(batch)
+            if self.graphs is not None and self.graphs.takes_view():
+                logits = self.graphs.logits(passes.prepare(self.runner, tokens, positions, rows, decode=True))
+                if len(wanted) < len(rows):
+                    logits = logits[send(wanted, self.runner.device)]
             else:
+                decode = len(tokens) == len(reads)
+                batch = passes.prepare(self.runner, tokens, positions, wanted, decode)
+                if capture is not None:
+                    capture.rows = send(wanted, self.runner.device)
                 logits = passes.run(self.runner, batch)
         finally:
             self.backend.captured = None

@@ -78,6 +78,14 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "model_executor.graph_shared_output:GraphSharedOutput.create_for_model_runner",
+        "read",
+        "takes a buffer that is there, ours, if it has rows enough",
+        "model_runner",
+        reads_attributes("_process_shared max_rows"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.cuda_graph_config:CudaGraphConfig",
         "read",
         "says how large a captured step may be, before it is captured",

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-from sglang.srt.runtime_context import get_exec
 
 from fathom.runtime.decode import Shape
 from fathom.runtime.plan import choose_span
 from fathom.runtime.sfi.refresh import RING_SLOTS
 from fathom.runtime.sglang_host import flashinfer_prefill
+from fathom.runtime.sglang_host.decode_graphs import captured_rows
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.slow_fast import SETTINGS, gpu_bytes
@@ -69,18 +68,12 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
         return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)
     fixed += flashinfer_prefill.reserved_bytes(draft.model_runner, 1)
-    fixed += captured_requests() * captured_row_bytes(config, draft)
+    fixed += captured_rows() * captured_row_bytes(config, draft)
     return Reserve(fixed + SCRATCH_SLOTS * slot, tables + virtual * slot)
 
 
-def captured_requests() -> int:
-    """The most requests that a captured step may be asked for; 0 where none is captured."""
-    decode = get_exec().graph.cuda_graph_config.decode
-    return 0 if decode.backend == Backend.DISABLED else max(decode.bs, default=0)
-
-
 def captured_row_bytes(target: Any, draft: Any) -> int:
-    """What the draft's captured steps leave of a request: queries of all layers, and logits.
+    """What the draft's captured steps leave of a row: queries of all layers, and logits.
 
     Where the vocabulary is the target's, its buffer of logits serves.
     """

@@ -36,7 +36,7 @@ def prepare(
     Args:
         tokens: token ids; positions: [rows] int64.
         wanted: ascending rows; the logits of a pass are [len(wanted), vocabulary].
-        decode: whether every row is a request of its own that reads its whole table (all rows are wanted then).
+        decode: whether every row is one of SGLang's requests, as in a decode step (all rows are wanted then).
     """
     ids = send(torch.tensor(tokens, dtype=torch.int64), runner.device)
     # SGLang's logits are those of each request's last row: a "request" here ends at each wanted row.

@@ -159,11 +159,12 @@ def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Str
 def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -> Step:
     """Plan the step of a batch in which some request alternates.
 
-    Where drafted tokens are verified, only the requests that alternate belong to it: a pass over several tokens of
-    any other request is one of prefill's kind.
+    Where tokens were drafted for a request that reads everything, only the requests that alternate belong to the
+    step: such a pass over several tokens is one of prefill's kind.
     """
     requests = {request.kv.req_pool_idx: request for request in decoding(batch)}
     rows, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+    apart = not all(alternates(batch.reqs[place]) for place in drafted)
     first = 0 if batch.forward_mode.is_decode() else len(batch.reqs) - len(requests)
     entries, places = [], []
     for place in range(first, len(rows)):
@@ -171,7 +172,7 @@ def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -
         request = requests.get(row)  # other beams of a request have rows of their own
         if request is not None and alternates(request):
             entries.append(entry_of(state, request, length, drafted.get(place, 0)))
-        elif drafted:
+        elif apart:
             continue
         else:
             entries.append(Entry(row, length, None))

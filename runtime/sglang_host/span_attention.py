@@ -67,8 +67,8 @@ class SpanAttentionBackend(AttentionBackend):
     batch: Batch
     views: Views
     alternating: Step | None = None
-    """While a batch runs that has requests which decode slow and fast: what they read, and where no drafted tokens
-    are verified, what every decoding request reads."""
+    """While a batch runs that has requests which decode slow and fast: what they read, and what every decoding
+    request reads, unless drafted tokens of such as read everything are verified."""
     watched = False
     """Whether somebody looks at what each layer is given."""
     replaced = False

@@ -6,6 +6,7 @@ and what is rejected is given back after it, so that between steps a request hol
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.sfi.trigger import Stretch
 from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
@@ -212,10 +214,14 @@ class VerifyForward:
             lengths.append(length + len(drafted))
             places.append(np.arange(length - 1, lengths[-1]))
         rows, count, ends = np.array(self.pool_rows), np.array(new), np.array(lengths)
-        virtual = virtual_slots(self.rows, rows, ends)
-        self.runner.attn_backend.set_batch(Batch.plain(rows, ends, virtual, count))
-        batch = passes.prepare(self.runner, tokens, np.concatenate(places), np.arange(len(tokens)))
-        logits = passes.run(self.runner, batch)
+        computed = Batch.plain(rows, ends, virtual_slots(self.rows, rows, ends), count)
+        compose = partial(passes.prepare, self.runner, tokens, np.concatenate(places), np.arange(len(tokens)))
+        graphs, logits = self.runner.decode_cuda_graph_runner, None
+        if isinstance(graphs, DecodeGraphRunner):
+            logits = graphs.logits(computed, partial(compose, decode=True))
+        if logits is None:
+            self.runner.attn_backend.set_batch(computed)
+            logits = passes.run(self.runner, compose())
         first = np.cumsum(count) - count
         self.logits = {i: logits[first[i] : first[i] + count[i]] for i in self.drafted}
         return LogitsProcessorOutput(next_token_logits=logits[send(first, logits.device)].clone())

@@ -6,7 +6,7 @@ Without a GPU it runs in Triton's interpreter, one program after the other: how 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.paged_decode import paged_decode, pick_splits
 from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
 from fathom.runtime.captured import CapturedStep
+from fathom.runtime.config import MOST_DRAFTED
 from fathom.runtime.decode import SlowFast, Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
@@ -30,8 +31,16 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-DENSE, ALTERNATING, RENEWING = "dense", "alternating", "renewing"
-"""What is captured: steps of requests that read everything, of such as alternate, of such as choose anew."""
+DENSE, ALTERNATING, RENEWING, SEVERAL = "dense", "alternating", "renewing", "several"
+"""What is captured: steps of requests that read everything, of such as alternate, of such as choose anew, and
+passes over several tokens of requests that read everything."""
+
+MOST_NEW = 1 + MOST_DRAFTED
+"""Tokens of a request in a captured pass."""
+USUAL_NEW = 8
+"""Tokens of a request that its programs are made for; the KV is read once more for each further eight."""
+FEWEST_NEW = 4
+"""Tokens that a request of such a pass is taken to have, where its programs are counted."""
 
 
 class TritonAttentionBackend(SpanAttentionBackend):
@@ -41,7 +50,11 @@ class TritonAttentionBackend(SpanAttentionBackend):
     mirror: PageMirror | None = None
     """Made at the first step that needs it: a draft's never do."""
     padded_to = 0
-    """Segments that the step is filled up to: the size of a captured step, 0 where none is replayed."""
+    """Rows that the step is filled up to: the size of a captured step, 0 where none is replayed."""
+    several = False
+    """Whether passes over several tokens of each request are captured; told before the first capture."""
+    given: Batch | None = None
+    """While such a pass may be replayed: its rows."""
     slow_fast: SlowFast | None = None
     """Whose steps are captured too; told before the first capture."""
     captured_step: CapturedStep | None = None
@@ -96,25 +109,28 @@ class TritonAttentionBackend(SpanAttentionBackend):
         if self.slow_fast is not None:
             self.captured_step = CapturedStep(self.slow_fast, max_bs)
 
-    def replays(self, lengths: torch.Tensor) -> bool:
-        """Whether a captured step can take the place of this decode step.
+    def replays(self, requests: int, entries: int) -> bool:
+        """Whether a captured step can take the place of a decode step, or of the pass that is given.
 
         A captured step is the model's own forward, of which nobody sees the layers. Its buffers are the first ones,
         which hold as many entries as the pool has slots.
 
         Args:
-            lengths: [requests] tokens of each request, on the host.
+            entries: tokens of all requests.
         """
-        if self.watched or self.replaced:
+        given = self.given
+        if self.watched or (self.replaced and given is None):
             return False
-        captured = self.captured_step
-        if self.alternating is not None and not (captured and captured.serves(self.alternating)):
-            return False
-        return self.tables.first.hold(len(lengths), int(lengths.sum()) + len(lengths), len(lengths))
+        rows, most = (requests, 1) if given is None else (int(given.query[-1]), int(given.new.max()))
+        if self.alternating is None:
+            serves = most <= MOST_NEW
+        else:
+            serves = self.captured_step is not None and self.captured_step.serves(self.alternating, rows)
+        return serves and self.tables.first.hold(requests, entries + requests, rows)
 
     @contextmanager
     def capturing(self, what: str) -> Iterator[None]:
-        """Within it a step is captured: ``DENSE``, ``ALTERNATING`` or ``RENEWING``."""
+        """Within it a step of this kind is captured."""
         self.captures = what
         try:
             yield
@@ -136,6 +152,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
         if in_capture:
             none = np.zeros(0, np.int64)
             self.set_batch(Batch.plain(none, none, [], none))
+        elif self.given is not None:
+            self.set_batch(self.given)
         else:
             assert self.rows is not None and forward_batch.seq_lens_cpu is not None
             rows = self.rows.cpu().numpy()
@@ -146,7 +164,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.padded_to = forward_batch.batch_size
         views = [self.views[span] for span in range(self.tables.spans)]
         there = [self.device_view(span * self.kv_pool.span, view) for span, view in enumerate(views)]
-        if self.captures != DENSE or self.alternating is not None:
+        if self.captures in (ALTERNATING, RENEWING) or self.alternating is not None:
             assert self.captured_step is not None
             self.captured_step.fill(self.padded_to, self.alternating, views, there)
 
@@ -185,9 +203,16 @@ class TritonAttentionBackend(SpanAttentionBackend):
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
         return self.device_view(layer_id, span_view).write
 
+    def forward_decode(
+        self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
+    ) -> Any:
+        # SGLang captures steps of one row per request; whose the rows are, only attention asks.
+        forward = self.forward_extend if self.captures == SEVERAL else super().forward_decode
+        return forward(q, k, v, layer, *args, **kw)
+
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
-        if self.captures != DENSE:
+        if self.captures in (ALTERNATING, RENEWING):
             assert self.captured_step is not None
             renews = self.captures == RENEWING
             return self.captured_step.attend(
@@ -239,9 +264,14 @@ class TritonAttentionBackend(SpanAttentionBackend):
         if new is None:
             new = pool[0][there.write], pool[1][there.write]
         prefixes = there.prefixes if skipped is None else self._prefixes(span_view, skipped)
+        segments, most_new, most_prefix, usual_new = len(prefixes), there.most_new, there.most_prefix, None
+        if self.captures == SEVERAL:
+            # From shapes alone: a captured launch serves any requests of so many rows.
+            segments, most_new = -(-segments // FEWEST_NEW), min(segments, MOST_NEW)
+            most_prefix, usual_new = self.longest, min(most_new, USUAL_NEW)
         group = layer.tp_q_head_num // layer.tp_k_head_num
-        tiles = tiles_of(there.most_new, group, query.element_size())
-        programs = tiles * len(prefixes) * layer.tp_k_head_num
+        tiles = tiles_of(usual_new or most_new, group, query.element_size())
+        programs = tiles * segments * layer.tp_k_head_num
         paged_extend(
             query,
             *new,
@@ -250,10 +280,11 @@ class TritonAttentionBackend(SpanAttentionBackend):
             there.begin,
             prefixes,
             there.bounds,
-            there.most_new,
+            most_new,
             layer.scaling,
-            pick_splits(programs, there.most_prefix, self.processors),
+            pick_splits(programs, most_prefix, self.processors),
             output,
+            usual_new,
         )
 
     def _prefixes(self, span_view: SpanView, skipped: np.ndarray) -> torch.Tensor:

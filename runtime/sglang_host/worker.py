@@ -19,7 +19,14 @@ from fathom.runtime.decode import Outcome, SlowFast
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
-from fathom.runtime.sglang_host import draft_cache, gpu_memory, gpu_streams, kv_schedule, slow_fast
+from fathom.runtime.sglang_host import (
+    decode_graphs,
+    draft_cache,
+    gpu_memory,
+    gpu_streams,
+    kv_schedule,
+    slow_fast,
+)
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
@@ -99,7 +106,9 @@ class FathomWorker(TpModelWorker):
 
     def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(backend := self.model_runner.attn_backend, TritonAttentionBackend):
-            backend.slow_fast = self.slow_fast
+            backend.slow_fast, backend.several = self.slow_fast, self.draft_worker is not None
+            if backend.several:
+                decode_graphs.share_logits(self.model_runner.device)
         super().init_cuda_graphs(*args, **kwargs)
         if self.draft_worker is not None:
             self.draft_worker.init_cuda_graphs()

@@ -8,6 +8,7 @@ and launches that were captured, done again on the same memory. Engine processes
 
 import contextlib
 import sys
+from itertools import chain, repeat
 
 from fathom.runtime.sglang_host import torchvision_ops
 
@@ -21,12 +22,16 @@ from torch import library  # noqa: E402
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
 from sglang.srt import platforms  # noqa: E402
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (  # noqa: E402
+    FullCudaGraphBackend,
+)
 from torch.utils import backend_registration  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from fathom.runtime.sglang_host import engine_args, platform  # noqa: E402
+from fathom.kernels import selector_scores  # noqa: E402
+from fathom.runtime.sglang_host import decode_graphs, engine_args, platform  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
 NAME = "hostgpu"
@@ -174,14 +179,20 @@ def capture(cuda_graph, **_):
 
 
 def launch(self, *args, **kwargs):
-    """A Triton kernel in the interpreter, as part of the graph that is being captured."""
-    graph, Graph.capturing = Graph.capturing, None
-    try:
-        if graph:
-            graph.work.append(lambda: grid_launch(self, *args, **kwargs))
-        return grid_launch(self, *args, **kwargs)
-    finally:
-        Graph.capturing = graph
+    """A Triton kernel in the interpreter; while a graph is captured, a part of it instead."""
+    if Graph.capturing:
+        Graph.capturing.work.append(lambda: grid_launch(self, *args, **kwargs))
+    else:
+        grid_launch(self, *args, **kwargs)
+
+
+def capture_one(self, shape_key, forward_fn, *args, **kwargs):
+    """Where nothing is compiled, one warm-up is as good as two."""
+    ways = chain([lambda: None], repeat(forward_fn))
+    return captures_one(self, shape_key, lambda: next(ways)(), *args, **kwargs)
+
+
+captures_one = FullCudaGraphBackend.capture_one
 
 
 grid_launch = interpreter.GridExecutor.__call__
@@ -273,6 +284,9 @@ def install():
     interpreter._unwrap_tensor = lambda x: values(unwrap(x))
     interpreter.GridExecutor.__call__ = launch
     torch.cuda.CUDAGraph = Graph
+    FullCudaGraphBackend.capture_one = capture_one
+    # The interpreter runs one program after the other.
+    decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     Nominal().__enter__()
 
 

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
@@ -67,53 +68,82 @@ def layer(number):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What ``paged_decode`` was called with: addresses and layouts of its tensors, and its numbers."""
+    """What attention was called with: layouts of its tensors, addresses of those that stay, and its numbers."""
     seen = []
 
-    def record(query, keys, values, table, rows, lengths, scale, splits, output):
-        tensors = keys, values, table, rows, lengths
-        seen.append(
-            (
-                *((x.data_ptr(), x.shape, x.stride()) for x in tensors),
-                query.shape,
-                output.shape,
-                scale,
-                splits,
-            )
-        )
+    def layout(x, stays):
+        return (x.shape, x.stride(), x.data_ptr() if stays else 0) if isinstance(x, torch.Tensor) else x
 
-    monkeypatch.setattr(triton_attention, "paged_decode", record)
+    def record(passing):
+        return lambda *given: seen.append([layout(x, i not in passing) for i, x in enumerate(given)])
+
+    # What a step computes and is given lies where SGLang's captured step has it.
+    monkeypatch.setattr(triton_attention, "paged_decode", record({0, 8}))
+    monkeypatch.setattr(triton_attention, "paged_extend", record({0, 1, 2, 12}))
     return seen
+
+
+class Life:
+    """Requests that grow when they are told; every second one has a private table from the second span on."""
+
+    def __init__(self, made):
+        self.table, self.memory = made.req_to_token_pool.req_to_token, made.token_to_kv_pool_allocator.memory
+        dense, shallow = (build(policy, SPANS, 1) for policy in ({}, {"depth_cutoff": 1}))
+        for row in range(4):
+            self.memory.open(row, shallow if row % 2 else dense, 4)
+        self.length, self.taken = dict.fromkeys(range(4), 0), 0
+
+    def grow(self, row, tokens):
+        begin, end = self.length[row], self.length[row] + tokens
+        own = np.arange(self.taken + 1, self.taken + 1 + tokens)
+        self.memory.grow([Growth(row, begin, end, own)])
+        self.table[row, begin:end] = torch.from_numpy(own)
+        self.taken, self.length[row] = self.taken + tokens, end
+
+    def batch(self, rows, new):
+        slots = [self.table[row, : self.length[row]].numpy() for row in rows]
+        return Batch.plain(np.array(rows), np.array([*map(len, slots)]), slots, np.array(new))
+
+
+def compute(backend, rows):
+    for span in range(SPANS):
+        new = torch.zeros(rows, KV_HEADS * DIM)
+        backend.forward_decode(torch.zeros(rows, HEADS * DIM), new, new, layer(span), None)
 
 
 def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
     """Requests of any lengths, at any rows: all that a captured launch would hold on to stays the same."""
     made = runner()
-    backend, memory = triton_attention.TritonAttentionBackend(made), made.token_to_kv_pool_allocator.memory
-    dense, shallow = (build(policy, SPANS, 1) for policy in ({}, {"depth_cutoff": 1}))
-    for row in range(4):
-        memory.open(row, shallow if row % 2 else dense, 4)
-    length, taken = dict.fromkeys(range(4), 0), 0
+    backend, life = triton_attention.TritonAttentionBackend(made), Life(made)
     for step, rows in enumerate([(0, 1, 2), (3, 0, 1), (2, 3, 1)]):
-        virtual = {}
         for row in rows:
-            grown = 5 + 3 * step + row
-            own = np.arange(taken + 1, taken + 1 + grown)
-            memory.grow([Growth(row, length[row], length[row] + grown, own)])
-            backend.req_to_token[row, length[row] : length[row] + grown] = torch.from_numpy(own)
-            taken, length[row] = taken + grown, length[row] + grown
-            virtual[row] = backend.req_to_token[row, : length[row]].numpy()
-        ends = np.array([length[row] for row in rows])
-        slots = [virtual[row] for row in rows]
-        backend.set_batch(Batch.plain(np.array(rows), ends, slots, np.ones(3, np.int64)))
-        for span in range(SPANS):
-            new = torch.zeros(3, KV_HEADS * DIM)
-            backend.forward_decode(torch.zeros(3, HEADS * DIM), new, new, layer(span), None)
-    by_span = [set(launches[span::SPANS]) for span in range(SPANS)]
-    assert [len(each) for each in by_span] == [1, 1]
+            life.grow(row, 5 + 3 * step + row)
+        backend.set_batch(life.batch(rows, [1, 1, 1]))
+        compute(backend, 3)
+    assert all(launch == launches[i % SPANS] for i, launch in enumerate(launches))
+    assert launches[0] != launches[1]
     written = made.token_to_kv_pool.written
     assert len(written) == 6 and len({(number, at) for number, at, _ in written}) == SPANS
     assert len({tuple(slots) for _, _, slots in written}) == 6
+    assert backend.tables.grown == 0
+
+
+def test_a_launch_over_several_rows_depends_on_their_number_alone(launches):
+    """A few tokens of some requests, more of one: the captured launch, and what else it writes, stays the same."""
+    made = runner()
+    backend, life, size = triton_attention.TritonAttentionBackend(made), Life(made), 8
+    with backend.capturing(triton_attention.SEVERAL):
+        for step, (rows, new) in enumerate([((0, 1, 2), (2, 3, 1)), ((3,), (7,)), ((1, 0), (4, 4))]):
+            for row in rows:
+                life.grow(row, 8 + 3 * step + row)
+            backend.given = life.batch(rows, new)
+            backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size))
+            compute(backend, size)
+    assert len(launches) == 3 * SPANS and launches[0] != launches[1]
+    for i, launch in enumerate(launches):
+        assert launch == launches[i % SPANS]
+    written = [slots for _, _, slots in made.token_to_kv_pool.written]
+    assert all(len(slots) == size for slots in written) and len({tuple(slots) for slots in written}) == 6
     assert backend.tables.grown == 0
 
 
@@ -121,6 +151,7 @@ def test_what_a_replay_gave_outlives_the_next_one(monkeypatch):
     """Of the draft's steps: logits and queries of the rows that were asked for lie in buffers of their own."""
     backend, captured = TritonDraftBackend.__new__(TritonDraftBackend), Captured(torch.arange(2))
     backend.captured, backend.scale, backend.queries = captured, 0.5, torch.randn(3, 4, HEADS, DIM)
+    backend.view = ListView(SlotLists([torch.arange(3), torch.arange(4)]), [0, 1], [3, 4], [1, 1])
     output = torch.randn(2, 9)
     graphs = DraftGraphRunner.__new__(DraftGraphRunner)
     graphs.attn_backend, graphs.replayed = backend, {"plain": 0, "looking": 0}

@@ -171,6 +171,57 @@ def test_the_drafts_steps_are_replayed(server, models, expected):
         assert report["draft_tokens"] == report["accepted_tokens"] > 3
     # The lists are written for all tokens of a round, and for the prompts.
     assert replayed["plain"] >= 4 and placed < replayed["plain"]
+    # Where all that was drafted stands, the next round begins with two tokens that the draft has not read.
+    prompts = prompts_that(
+        lambda prompt: len(set(said(prompt))) > 3 and said(prompt) == drafts(prompt), 1, 20
+    )
+    drafted, replayed, _ = ask_together(server, prompts, {"speculative": True, "draft_tokens": 2}, 7)
+    assert [answer["output_ids"] for answer in drafted] == list(map(said, prompts))
+    assert drafted[0]["meta_info"]["fathom"]["accepted_tokens"] > 3 and replayed["several"] >= 1
+
+
+# What the draft, which reads everything, foresees in part.
+FORESEEN = {
+    "dense": {},
+    "SPEED": MECHANISMS["SPEED"],
+    "FastKV": {"tsp_rate": 0.8, "kv_retention_rate": 0.8},
+    "SFI": {"decode": "slow_fast", "sfi_window": 64},
+}
+
+
+@pytest.mark.parametrize("name", FORESEEN)
+def test_drafted_tokens_are_verified_in_replayed_passes(server, expected, name):
+    """Every step of one request; what is drafted behind a fast step is read as sparsely as the step itself."""
+    policy, prompt = FORESEEN[name] | {"speculative": True}, prompt_of("verified 14")
+    before, tokens = replayed_steps(server), 12
+    account = expected.compare(prompt, policy, ask(server, prompt, policy, tokens), tokens)
+    replayed = replayed_steps(server) - before
+    assert account["draft_tokens"] > account["accepted_tokens"] > 1
+    assert account["decode_steps"] == tokens - 1 - account["accepted_tokens"]
+    if name == "SFI":
+        assert replayed == {"alternating": account["fast_steps"], "renewing": account["slow_steps"]}
+    else:
+        assert replayed["dense"] + replayed["several"] == account["decode_steps"] and replayed["several"] > 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("several", ["dense", "FastKV", None]), ("alternating", ["SFI", None])]
+)
+def test_replayed_passes_verify_some_requests_tokens_beside_others(server, expected, kind, names):
+    """Requests that bring at most eight rows, one of them no draft. Beside a request that alternates its row is
+    one of the step's."""
+    drafting = {"speculative": True, "draft_tokens": 2}
+    asked = [
+        (prompt_of("verified 14"), FORESEEN[name] | drafting) if name else (prompt_of("beside"), {})
+        for name in names
+    ]
+    before, tokens = replayed_steps(server), 9
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda one: ask(server, *one, tokens), asked))
+    for (prompt, policy), answer in zip(asked, answers, strict=True):
+        account = expected.compare(prompt, policy, answer, tokens)
+        assert (account["accepted_tokens"] > 0) == bool(policy)
+    assert (replayed_steps(server) - before)[kind] > 2
 
 
 def test_look_aheads_are_replayed(server, expected):

@@ -95,6 +95,23 @@ def test_decode_steps_of_any_lengths_find_their_buffers_in_place():
     assert len(places) == 1 and tables.grown == 0
 
 
+def test_passes_over_several_rows_find_their_buffers_in_place_too():
+    """Any segments with so many rows are filled up to as many of each; those without a row have no entries."""
+    tables = DeviceTables(1, segments=8, entries=64, rows=8, device="cpu")
+    places = set()
+    for step, new in enumerate([[3, 1, 2], [6], [1, 1, 1, 1, 1, 1], [2, 1], [4, 2]]):
+        view = span_view([count + 3 * step for count in new], new, step)
+        there = tables.fill(0, view, padded_to=6)
+        places.add(tuple(addresses(there)))
+        padded = 6 - sum(new)
+        behind = [[0]] * padded + [[]] * (6 - len(new) - padded)
+        assert numbers_of(there, 6) == [*map(list, np.split(view.slots, view.entry[1:-1])), *behind]
+        assert there.write.tolist() == [*view.write.tolist(), *[0] * padded]
+        assert there.prefixes.tolist() == [3 * step] * len(new) + [0] * (6 - len(new))
+        assert there.bounds.diff().tolist() == [*new, *map(len, behind)]
+    assert len(places) == 1 and tables.grown == 0
+
+
 @pytest.mark.parametrize("sizes", [(1, 64, 64), (8, 2, 64), (8, 64, 1)])
 def test_what_does_not_fit_gets_larger_buffers(sizes):
     tables = DeviceTables(1, *sizes, device="cpu")

@@ -19,17 +19,23 @@ def lists_of(sizes, seed=0):
 
 
 def expect(there, lists, read, padded_to=0):
-    """The view holds each segment's slots and those of its new tokens, and reads the dummy slot beyond."""
-    flat, padding = there.table[:, 0], max(padded_to - len(read), 0)
+    """The view holds each segment's slots and those of its new tokens, and reads the dummy slot beyond.
+
+    Filled up to so many rows, it has as many segments; the last ones may have no row.
+    """
+    flat, rows = there.table[:, 0], sum(new for _, _, new in read)
+    padding = max(padded_to - rows, 0)
+    empty = max(padded_to - len(read) - padding, 0) if padded_to >= rows else 0
     found = zip(there.begin.tolist(), there.lengths.tolist(), strict=True)
     assert [flat[begin : begin + length].tolist() for begin, length in found] == [
         *[lists.parts[which][:length].tolist() for which, length, _ in read],
         *[[0]] * padding,
+        *[[]] * empty,
     ]
     written = [lists.parts[which][length - new : length].tolist() for which, length, new in read]
     assert there.write.tolist() == [*chain(*written), *[0] * padding]
-    assert there.prefixes.tolist() == [*[length - new for _, length, new in read], *[0] * padding]
-    assert there.bounds.diff().tolist() == [*[new for _, _, new in read], *[1] * padding]
+    assert there.prefixes.tolist() == [*[length - new for _, length, new in read], *[0] * (padding + empty)]
+    assert there.bounds.diff().tolist() == [*[new for _, _, new in read], *[1] * padding, *[0] * empty]
 
 
 @st.composite
@@ -42,7 +48,7 @@ def rounds(draw):
         )
     )
     unlike = st.lists(segment, min_size=1, max_size=4, unique_by=lambda part: part[0])
-    return sizes, draw(st.lists(st.tuples(unlike, st.integers(0, 6)), min_size=1, max_size=4))
+    return sizes, draw(st.lists(st.tuples(unlike, st.integers(0, 14)), min_size=1, max_size=4))
 
 
 @given(steps=st.lists(rounds(), min_size=1, max_size=3))

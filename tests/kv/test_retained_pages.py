@@ -211,14 +211,20 @@ class RetentionMachine(RuleBasedStateMachine):
         def slots(pages, entries):
             return [int(pages[i // self.size]) * self.size + i % self.size for i in range(entries)]
 
+        tables = self.memory.tables
+        new = []  # rows that every span's table has
+        for request in ready:
+            spans = range(tables.first_private(request.row), LAYERS)
+            shortest = min(tables.length(request.row, span) for span in spans) if spans else request.length
+            new.append(min(1 + request.length % 3, shortest))
         batch = Batch.plain(
             np.array([request.row for request in ready]),
             np.array([request.length for request in ready]),
             [np.array(slots(request.virtual, request.length)) for request in ready],
-            np.ones(len(ready), np.int64),
+            np.array(new),
         )
-        views, tables = Views(self.memory, batch), self.memory.tables
-        padded_to = len(ready) + int(batch.lengths.sum()) % 3
+        views = Views(self.memory, batch)
+        padded_to = sum(new) + int(batch.lengths.sum()) % 3
         device_views, device = self.on_a_device(batch, padded_to)
         for span in range(LAYERS):
             wanted = [
@@ -229,15 +235,19 @@ class RetentionMachine(RuleBasedStateMachine):
             ]
             view = views[span]
             assert view.slots.tolist() == [slot for own in wanted for slot in own]
-            assert view.write.tolist() == [own[-1] for own in wanted]
-            assert view.query.tolist() == list(range(len(ready) + 1))
+            written = [
+                slot for own, count in zip(wanted, new, strict=True) for slot in own[len(own) - count :]
+            ]
+            assert view.write.tolist() == written
+            assert np.diff(view.query).tolist() == new
             there = device.fill(span, device_views[span], padded_to)
-            dummies = padded_to - len(ready)
+            dummies = padded_to - sum(new)
+            without_rows = padded_to - len(ready) - dummies
             bounds = [there.begin, there.begin + there.lengths]
             begins_and_ends = zip(*(bound.tolist() for bound in bounds), strict=True)
             found = [there.table[begin:end, 0].tolist() for begin, end in begins_and_ends]
-            assert found == wanted + [[UNBACKED]] * dummies
-            assert there.write.tolist() == [own[-1] for own in wanted] + [UNBACKED] * dummies
+            assert found == wanted + [[UNBACKED]] * dummies + [[]] * without_rows
+            assert there.write.tolist() == written + [UNBACKED] * dummies
             for i, own in enumerate(wanted):
                 for begin in (len(own) // 2, len(own)):
                     assert Views(self.memory, batch)[span].part(i, begin, len(own)).tolist() == own[begin:]
