@@ -120,11 +120,8 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
         variant_label: Any = None,
         attention_variant: str = DENSE,
     ) -> None:
-        if (
-            size > self.most
-            if attention_variant in self.narrow
-            else size == 1 and attention_variant == SEVERAL
-        ):
+        too_large = size > self.most and attention_variant in self.narrow
+        if too_large or (size == 1 and attention_variant == SEVERAL):
             return
         with self.attn_backend.capturing(attention_variant):
             super().capture_one_shape(size, forward, stream_idx, variant_label, attention_variant)
@@ -135,10 +132,8 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
         Args:
             entries: tokens of all requests; rows: those that are computed.
         """
-        several = rows > requests
-        return rows <= (self.max_bs if several else self.most) and self.attn_backend.replays(
-            requests, entries
-        )
+        largest = self.max_bs if rows > requests else self.most
+        return rows <= largest and self.attn_backend.replays(requests, entries)
 
     def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
         lengths = forward_batch.seq_lens_cpu
@@ -171,6 +166,8 @@ class DecodeGraphRunner(CountingGraphRunner):
     def logits(self, rows: Batch, compose: Callable[[], "ForwardBatch"]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of several rows of each request, valid until the next replay.
 
+        For a pass within a step of SGLang's that is computed layer by layer.
+
         Args:
             compose: makes the batch that SGLang replays: each row a request of its own.
 
@@ -178,9 +175,13 @@ class DecodeGraphRunner(CountingGraphRunner):
             None where no captured step can take the place of the pass.
         """
         self.attn_backend.given = rows
+        # SGLang's timer, where the operator has it on, runs around this already, and asserts that there is one.
+        runner = self.model_runner
+        timer, runner.device_timer = runner.device_timer, None
         try:
             if not self.takes(len(rows.rows), int(rows.lengths.sum()), int(rows.query[-1])):
                 return None
             return self.execute(compose()).next_token_logits
         finally:
             self.attn_backend.given = None
+            runner.device_timer = timer

@@ -135,9 +135,9 @@ GPU_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         f"{_GRAPHS}.execute",
         "override",
-        "counts replays; the scheduler may write to its tables once the buffers are filled",
+        "counts replays; the scheduler may write to its tables once the buffers are filled; timed by device_timer",
         "forward_batch pp_proxy_tensors",
-        reads_attributes("_resolve_shared_read_ends _publish_read_done replay"),
+        reads_attributes("_resolve_shared_read_ends _publish_read_done replay device_timer"),
     ),
     relies_on(
         SCHEDULER,

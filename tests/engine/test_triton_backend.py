@@ -13,6 +13,7 @@ from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
 from fathom.runtime.sglang_host import triton_attention
+from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_attention import Captured, TritonDraftBackend
 from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
 
@@ -164,6 +165,26 @@ def test_what_a_replay_gave_outlives_the_next_one(monkeypatch):
     assert got.equal(logits) and captured.scale == 0.5
     assert all(captured.queries[layer][0].equal(own) for layer, own in enumerate(queries))
     assert graphs.replayed == {"plain": 0, "looking": 1} and len(captured.queries) == 3
+
+
+def test_a_pass_within_a_step_is_timed_once(monkeypatch):
+    """SGLang's timer asserts that no timed step has another in it."""
+    graphs, timer = DecodeGraphRunner.__new__(DecodeGraphRunner), object()
+    graphs.model_runner, graphs.attn_backend = (
+        SimpleNamespace(device_timer=timer),
+        SimpleNamespace(given=None),
+    )
+    seen = []
+
+    def execute(self, batch):
+        seen.append((self.model_runner.device_timer, self.attn_backend.given, batch))
+        return SimpleNamespace(next_token_logits="logits")
+
+    monkeypatch.setattr(DecodeGraphRunner, "takes", lambda *_: True)
+    monkeypatch.setattr(DecodeGraphRunner, "execute", execute)
+    rows = Batch.plain(np.array([3]), np.array([9]), [np.arange(9)], np.array([2]))
+    assert graphs.logits(rows, lambda: "composed") == "logits" and seen == [(None, rows, "composed")]
+    assert graphs.model_runner.device_timer is timer and graphs.attn_backend.given is None
 
 
 @pytest.mark.parametrize(
