@@ -148,10 +148,8 @@ class DeviceTables:
         return self._filled[span].there  # type: ignore[union-attr]
 
     def _fill(self, span: int, view: SpanView, padded_to: int) -> Filled:
-        if isinstance(view, ListView):
-            entries, new = view.lists.total, int(view.query[-1])
-        else:
-            entries, new = len(view.slots), len(view.write)
+        entries = view.lists.total if isinstance(view, ListView) else len(view.slots)
+        new = int(view.query[-1])
         segments, rows = self._sizes(view, padded_to)
         room = self._room(segments, entries, rows)
         staging = staged((5, segments + 1), torch.int32, self.device)

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import RING_SLOTS, EvidenceRing
-from fathom.runtime.sglang_host import gpu_memory
+from fathom.runtime.sglang_host import decode_graphs, gpu_memory
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
@@ -22,7 +22,7 @@ def graphs(monkeypatch):
     """What SGLang was told of captured decode steps; they are off."""
     decode = PhaseConfig(Backend.DISABLED, bs=[1, 2, 100])
     exec_args = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode)))
-    monkeypatch.setattr(gpu_memory, "get_exec", lambda: exec_args)
+    monkeypatch.setattr(decode_graphs, "get_exec", lambda: exec_args)
     return decode
 
 
@@ -95,13 +95,15 @@ def test_flashinfers_workspaces_are_counted_where_it_is_taken(layout, monkeypatc
     assert reserve.per_token == without.per_token
 
 
-def test_what_the_drafts_captured_steps_leave_is_counted(layout, graphs):
+@pytest.mark.parametrize(("sizes", "rows"), [([1, 2, 100], 100), ([1, 4], 20), ([1, 16], 64)])
+def test_what_the_drafts_captured_steps_leave_is_counted(layout, graphs, sizes, rows):
+    """Of the largest size too that is captured for several tokens of each request."""
     without = gpu_memory.reserve_of(worker(32), worker(16))
-    graphs.backend = Backend.FULL
-    queries = 100 * 16 * 32 * 128 * 2
+    graphs.backend, graphs.bs = Backend.FULL, sizes
+    queries = rows * 16 * 32 * 128 * 2
     assert gpu_memory.reserve_of(worker(32), worker(16)).fixed - without.fixed == queries
     padded = worker(16, vocabulary=1024)  # then SGLang keeps another buffer of logits
-    assert gpu_memory.reserve_of(worker(32), padded).fixed - without.fixed == queries + 100 * 1024 * 4
+    assert gpu_memory.reserve_of(worker(32), padded).fixed - without.fixed == queries + rows * 1024 * 4
 
 
 def test_sglang_sizes_its_pool_with_it(monkeypatch):
