@@ -129,6 +129,10 @@ def compare_extend(prefixes, new, heads, kv_heads, dim, dtype, page, splits):
     got, _ = paged_extend(*arguments, max(new) + 9, SCALE, splits, into)
     check((into,), want[:1], dtype)
     assert got is into
+    # As in a captured step: requests without a row behind the others, and tiles for fewer tokens than some have.
+    padded = torch.nn.functional.pad(prefix, (0, 2)), torch.cat([bounds, bounds[-1:].expand(2)])
+    arguments = *arguments[:6], torch.nn.functional.pad(rows, (0, 2)), *padded
+    check(paged_extend(*arguments, max(new) + 9, SCALE, splits, usual_new=2), want, dtype)
 
 
 if __name__ == "__main__":
