@@ -68,9 +68,18 @@ def decode(s: Setting, page: int = 1, splits: int | None = None) -> Problem:
 
 
 def extend(
-    s: Setting, page: int = 1, new: int | None = None, chunk: int = CHUNK, splits: int | None = None
+    s: Setting,
+    page: int = 1,
+    new: int | None = None,
+    chunk: int = CHUNK,
+    splits: int | None = None,
+    room: int = 0,
+    usual: int | None = None,
 ) -> Problem:
-    """Prefill over a prefix: the last ``new`` tokens of each request, or its share of a chunk."""
+    """Prefill over a prefix: the last ``new`` tokens of each request, or its share of a chunk.
+
+    A captured pass is launched for ``room`` tokens of a request where it has fewer, in tiles for ``usual`` ones.
+    """
     inputs = Inputs(s)
     fresh = [min(n, new) if new else min(-(-n // 2), max(chunk // s.batch, 1)) for n in s.lengths]
     before = [n - f for n, f in zip(s.lengths, fresh, strict=True)]
@@ -90,7 +99,7 @@ def extend(
     given = query, own_keys, own_values, *pool.pair, table, rows, prefixes, bounds
 
     def call() -> Any:
-        return paged_extend(*given, most, scale, splits, output[:, : s.heads])
+        return paged_extend(*given, max(most, room), scale, splits, output[:, : s.heads], usual)
 
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         at = slice(None)

@@ -329,8 +329,16 @@ OPERATIONS = (
     Operation(
         "paged_extend",
         extend,
-        ({"chunk": 300}, {"new": 5, "splits": 3, "page": 16}),
-        (Form(f"chunk of {CHUNK}"), Form(f"{DRAFTED} drafted", {"new": DRAFTED})),
+        (
+            {"chunk": 300},
+            {"new": 5, "splits": 3, "page": 16},
+            {"new": 12, "splits": 3, "room": 17, "usual": 8},
+        ),
+        (
+            Form(f"chunk of {CHUNK}"),
+            Form(f"{DRAFTED} drafted", {"new": DRAFTED}),
+            Form(f"{DRAFTED} drafted, captured", {"new": DRAFTED, "room": 17, "usual": 8}),
+        ),
     ),
     Operation(
         "two_segment_attention",

@@ -234,7 +234,7 @@ def specializations() -> list[Specialization]:
     """What to compile ahead of time: long prefills, and a few new tokens over pages."""
     found = []
     for shape in ModelHeads.common():
-        for new, page in ((8192, 1), (8, 16)) if shape.head_dim == 128 else ((8192, 1),):
+        for new, page in ((8192, 1), (8, 1), (8, 16)) if shape.head_dim == 128 else ((8192, 1), (8, 1)):
             group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
             constants, options = _tile(group, shape.head_dim, shape.head_dim, page, new * group, itemsize)
             types = pool_types(shape.dtype) | dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")

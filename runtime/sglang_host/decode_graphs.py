@@ -133,7 +133,9 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
             entries: tokens of all requests; rows: those that are computed.
         """
         largest = self.max_bs if rows > requests else self.most
-        return rows <= largest and self.attn_backend.replays(requests, entries)
+        if rows > largest or (self.disable_padding and rows not in self.capture_bs):
+            return False
+        return self.attn_backend.replays(requests, entries)
 
     def can_run_graph(self, forward_batch: "ForwardBatch") -> bool:
         lengths = forward_batch.seq_lens_cpu

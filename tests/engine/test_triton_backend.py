@@ -167,6 +167,26 @@ def test_what_a_replay_gave_outlives_the_next_one(monkeypatch):
     assert graphs.replayed == {"plain": 0, "looking": 1} and len(captured.queries) == 3
 
 
+def test_sizes_of_steps_and_of_passes_over_several_tokens():
+    """Steps up to the largest that was asked for, passes up to five times it; filled up unless that is off."""
+    graphs = DecodeGraphRunner.__new__(DecodeGraphRunner)
+    graphs.attn_backend, graphs.disable_padding = (
+        SimpleNamespace(several=True, replays=lambda *_: True),
+        False,
+    )
+    graphs.capture_bs = [1, 4]
+    graphs.max_bs = max(graphs.capture_bs)
+    assert graphs.capture_bs == [1, 4, 8, 12, 20]
+    assert [rows for rows in range(1, 30) if graphs.takes(rows, 99, rows)] == [1, 2, 3, 4]
+    assert [rows for rows in range(2, 30) if graphs.takes(1, 99, rows)] == list(range(2, 21))
+    graphs.disable_padding = True
+    assert [rows for rows in range(1, 30) if graphs.takes(rows, 99, rows)] == [1, 4]
+    assert [rows for rows in range(2, 30) if graphs.takes(1, 99, rows)] == [4, 8, 12, 20]
+    graphs.attn_backend.several = False
+    graphs.capture_bs = [1, 4]
+    assert graphs.capture_bs == [1, 4]
+
+
 def test_a_pass_within_a_step_is_timed_once(monkeypatch):
     """SGLang's timer asserts that no timed step has another in it."""
     graphs, timer = DecodeGraphRunner.__new__(DecodeGraphRunner), object()
