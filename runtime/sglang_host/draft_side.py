@@ -17,6 +17,7 @@ from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
 from fathom.runtime.sglang_host.rows import drafts, is_greedy
 from fathom.runtime.specprefill.select import Selection, select_prompt
 from fathom.runtime.specprefill.step import RANDOM, random_scores
+from fathom.runtime.staging import take
 
 CATCH_UP = LONGEST_REST
 """Generated tokens that may wait until the draft reads them, where it does not draft."""
@@ -149,7 +150,7 @@ class DraftSide:
             and requests.is_judged(request)
             and end >= requests.prompt_tokens(request)
         ]
-        self._judge([reading[place][0] for place in judged], logits[judged], captured, judged)
+        self._judge([reading[place][0] for place in judged], take(logits, judged), captured, judged)
         return True
 
     def read(
@@ -220,7 +221,7 @@ class DraftSide:
             at = [place for _, _, place in own]
             first = Captured(
                 captured.rows,
-                {layer: [parts[0][at]] for layer, parts in captured.queries.items()},
+                {layer: [take(parts[0], at)] for layer, parts in captured.queries.items()},
                 captured.scale,
             )
             asked = [prompts[i] for i in group]

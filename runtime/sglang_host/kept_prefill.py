@@ -133,7 +133,8 @@ class KeptForward(SpanForward):
                 ids.append(send(torch.tensor(tokens), input_ids.device, input_ids.dtype))
             else:
                 if rows.again[mine.start]:
-                    ids.append(input_ids.new_tensor([self.first_tokens[index]]))
+                    first = torch.tensor([self.first_tokens[index]])
+                    ids.append(send(first, input_ids.device, input_ids.dtype))
                 ids.append(input_ids[offset : offset + new])
             offset += new
         self.input_ids = torch.cat(ids)

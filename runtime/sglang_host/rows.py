@@ -125,10 +125,8 @@ class RowSampler:
             return choices[0, : int(match(choices, tokens, count)) + 1].tolist()
         vocabulary = logits.shape[1]
         q = [
-            torch.nn.functional.one_hot(torch.tensor([token], device=device), vocabulary).float()
-            if probs is None
-            else probs
-            for token, probs in zip(drafted, proposed, strict=True)
+            torch.nn.functional.one_hot(token.view(1), vocabulary).float() if probs is None else probs
+            for token, probs in zip(tokens[0], proposed, strict=True)
         ]
         draft = torch.cat(q).view(1, -1, vocabulary) if q else logits.new_zeros(1, 0, vocabulary)
         accepted, following = reject(self.probs(logits).unsqueeze(0), draft, tokens, count)
@@ -163,5 +161,6 @@ class RowSampler:
             found.top = list(zip(values.tolist(), ids.tolist(), strict=True))
         if asked.token_ids_logprob is not None:
             ids = list(asked.token_ids_logprob)
-            found.chosen = [(row[ids].tolist(), ids) for row in logprobs]
+            values = logprobs.index_select(1, send(torch.tensor(ids), logprobs.device))
+            found.chosen = [(row, ids) for row in values.tolist()]
         return found

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from fathom.kernels.murmur_hash import murmur_hash32
+from fathom.runtime.staging import send
 
 _merge_batch = SamplingBatchInfo.merge_batch
 
@@ -28,7 +29,7 @@ def _supported(info: SamplingBatchInfo) -> bool:
 
 
 def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
-    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.device)
+    info.sampling_seed = send(torch.tensor(seeds), info.device)
     # SGLang draws over the sorted vocabulary if any row has top-k or top-p, else over the vocabulary as it is:
     # always the former, or a seed's sample would depend on the other rows.
     info.need_top_k_sampling = True

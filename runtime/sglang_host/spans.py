@@ -60,13 +60,13 @@ class SpanForward:
         return staircase.first_rows(self.works)
 
     def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        again = send(rows.again, input_ids.device)
+        device = input_ids.device
+        own, again = (send(np.flatnonzero(mask), device) for mask in (~rows.again, rows.again))
         self.input_ids = input_ids.new_empty(len(rows))
         self.positions = positions.new_zeros(len(rows))
-        self.input_ids[~again], self.positions[~again] = input_ids, positions
-        if rows.again.any():
-            first = [self.first_tokens[i] for i in rows.request[rows.again].tolist()]
-            self.input_ids[again] = torch.tensor(first, dtype=input_ids.dtype, device=input_ids.device)
+        self.input_ids[own], self.positions[own] = input_ids, positions
+        first = [self.first_tokens[i] for i in rows.request[rows.again].tolist()]
+        self.input_ids[again] = send(torch.tensor(first), device, input_ids.dtype)
         self.forward_batch.hidden_states = self.forward_batch.residual = None
 
     # --- staircase.Host ---

@@ -1,40 +1,44 @@
-"""``fathom`` on a GPU in name only: a device whose tensors lie in the host's memory but do not mix with its own.
+"""``fathom`` on a GPU in name only: tensors of the device ``cuda`` that lie in the host's memory.
 
-Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device ``hostgpu`` are wrappers: their
-operations run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has
-to be copied before NumPy may see it. Whatever would run on streams runs in order. A graph is the list of operations
-and launches that were captured, done again on the same memory. Engine processes begin with this file.
+Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device are wrappers: their operations
+run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has to be
+copied before NumPy may see it. So does what PyTorch would send past its operations, and wait for: a list that
+indexes a tensor, ``new_tensor``. SGLang takes its branches for CUDA (``nominal_machine.py``). A graph is the list
+of operations and launches that were captured, done again on the same memory. Engine processes begin with this file.
 """
 
 import contextlib
 import sys
 from itertools import chain, repeat
+from pathlib import Path
 
-from fathom.runtime.sglang_host import torchvision_ops
+sys.path.insert(0, str(Path(__file__).parent))
+
+import nominal_machine
+import torch
+from torch import library
+
+nominal_machine.install()
+
+from fathom.runtime.sglang_host import torchvision_ops  # noqa: E402
 
 torchvision_ops.declare()
-
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from torch import library  # noqa: E402
 
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
-from sglang.srt import platforms  # noqa: E402
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (  # noqa: E402
     FullCudaGraphBackend,
 )
-from torch.utils import backend_registration  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import selector_scores  # noqa: E402
-from fathom.runtime.sglang_host import decode_graphs, engine_args, platform  # noqa: E402
+from fathom.runtime.sglang_host import decode_graphs, platform  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
-NAME = "hostgpu"
+NAME = "cuda"
 aten = torch.ops.aten
 TAKE_BOTH = {
     aten.copy_.default,
@@ -106,7 +110,8 @@ def run(func, args, kwargs):
     result = func(*args, **kwargs)
     if graph := Graph.capturing:
         crosses = (given and not there) or (there and others)
-        if crosses or (given and not any(map(is_tensor, tree_leaves(result)))):
+        answers = func._schema.returns and not any(map(is_tensor, tree_leaves(result)))
+        if crosses or (given and answers):
             raise RuntimeError(
                 f"{func}: a captured step would wait for the device, or read the host's memory"
             )
@@ -198,92 +203,28 @@ captures_one = FullCudaGraphBackend.capture_one
 grid_launch = interpreter.GridExecutor.__call__
 
 
-class Stream:
-    """Work is done when it is called."""
+def as_made(make):
+    """A function of PyTorch's that sends what it makes of data past any mode."""
 
-    def __init__(self, *_, **__):
-        self.device, self.cuda_stream = torch.device(NAME, 0), 0
+    def made(data, *args, device=None, pin_memory=False, **kwargs):
+        result = make(data, *args, **kwargs)
+        return result if device is None else result.to(device)
 
-    def wait_stream(self, *_):
-        pass
-
-    wait_event = record_event = record = synchronize = wait_stream
-
-
-class Module(backend_registration._DummyBackendModule):
-    """``torch.hostgpu``."""
-
-    Stream = Event = Stream
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
-
-    def current_stream(self, *_):
-        return Stream()
-
-    def stream(self, _):
-        return contextlib.nullcontext()
-
-    StreamContext = stream
-    graph = staticmethod(capture)
-
-    def is_current_stream_capturing(self):
-        return Graph.capturing is not None
-
-    def mem_get_info(self, *_):
-        return 4 << 30, 8 << 30
-
-
-class NominalPlatform(platform.FathomCudaPlatform):
-    """Fathom's platform for GPUs, on this device."""
-
-    device_name = device_type = NAME
-
-    def get_device_total_memory(self, device_id=0):
-        return psutil.virtual_memory().total
-
-    def get_current_memory_usage(self, device=None):
-        return psutil.virtual_memory().used
-
-    def get_device(self, device_id=0):
-        return NAME
-
-    def get_dispatch_key_name(self):
-        return "native"
-
-    def is_pin_memory_available(self, device=None):
-        return False
-
-    def set_device(self, device):
-        pass
-
-    empty_cache = synchronize = lambda self: None
-
-    def get_torch_distributed_backend_str(self):
-        return "gloo"
-
-    @classmethod
-    def seed_everything(cls, seed=None):
-        torch.manual_seed(seed or 0)
-
-
-def copy_from(source, target, non_blocking=False):
-    values(target).copy_(values(source))
-    return target
+    return made
 
 
 def install():
-    backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
     # What PyTorch makes of data, past any mode.
+    torch.tensor, torch.as_tensor = as_made(torch.tensor), as_made(torch.as_tensor)
     for made in (aten.empty_strided.default, aten.empty.memory_format):
-        library.impl(made.name(), NAME, lambda *args, made=made, **kwargs: run(made, args, kwargs))
-    library.impl(aten._copy_from.default.name(), NAME, copy_from)
-    platforms._current_platform = NominalPlatform()
-    engine_args.GPU_RULES = engine_args.GPU_RULES[1:]  # all but the device's name
+        library.impl(made.name(), "CUDA", lambda *args, made=made, **kwargs: run(made, args, kwargs))
+    platform.FathomCudaPlatform.get_torch_distributed_backend_str = lambda self: "gloo"
+    nominal_machine.built()
     unwrap = interpreter._unwrap_tensor
     interpreter._unwrap_tensor = lambda x: values(unwrap(x))
     interpreter.GridExecutor.__call__ = launch
-    torch.cuda.CUDAGraph = Graph
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
+    torch.cuda.is_current_stream_capturing = lambda: Graph.capturing is not None
     FullCudaGraphBackend.capture_one = capture_one
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2

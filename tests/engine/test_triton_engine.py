@@ -65,7 +65,7 @@ def answers(server):
 def test_what_runs(server):
     engine = server.engine()
     assert engine["attention_backend"] == "fathom.runtime.sglang_host.triton_attention.TritonAttentionBackend"
-    assert engine["platform"].endswith("NominalPlatform") and not engine["lacking"]
+    assert engine["platform"].endswith("FathomCudaPlatform") and not engine["lacking"]
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -11,6 +11,9 @@ ON_THE_HOST = {
     "span_attention.py": {"table.numpy()"},  # after a look at its device
     "device_view.py": {"staging.numpy()"},  # host memory by what it is
 }
+SENT_ONCE = {
+    "probe.py": ["torch.tensor([list(tokens)], device=self.base.embed_tokens.weight.device)"],  # no server
+}
 
 
 def calls(path, name):
@@ -18,6 +21,10 @@ def calls(path, name):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
             yield node, node.func.value
+
+
+def is_torch(node):
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def method_of(node):
@@ -40,3 +47,7 @@ def test_what_is_sent_is_staged(path):
     ] == []
     assert [ast.unparse(call) for call, _ in calls(path, "pin_memory")] == []
     assert [ast.unparse(call) for call, _ in calls(path, "cuda")] == []
+    assert [ast.unparse(call) for call, _ in calls(path, "new_tensor")] == []
+    made = [call for name in ("tensor", "as_tensor") for call, on in calls(path, name) if is_torch(on)]
+    there = [ast.unparse(call) for call in made if any(word.arg == "device" for word in call.keywords)]
+    assert there == SENT_ONCE.get(path.name, [])
