@@ -38,6 +38,17 @@ def target_probs(
     return torch.zeros_like(probs).scatter_(-1, index, ordered)
 
 
+def draw(probs: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """One token from each row of [rows, vocabulary], as ``torch.multinomial`` draws it.
+
+    That function first looks at the probabilities on the host, for which it waits for the device.
+
+    Returns:
+        [rows] int64.
+    """
+    return (probs / torch.empty_like(probs).exponential_(1, generator=generator)).argmax(-1)
+
+
 def match(choices: torch.Tensor, drafted: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """How many drafted tokens are what the target chose itself (greedy, or sampled with a seed).
 
@@ -88,4 +99,4 @@ def reject(
     # Nothing is left where both agree up to rounding: then the target's own distribution is as good.
     empty = residual.sum(-1, keepdim=True) <= 0
     residual = torch.where(empty, here, residual)
-    return accepted, torch.multinomial(residual, 1, generator=generator).view(-1)
+    return accepted, draw(residual, generator)

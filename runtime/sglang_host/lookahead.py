@@ -58,8 +58,8 @@ def look_ahead(
     """
     rows = [1] * len(prompts)
     queries = {layer: [[parts[0][i]] for i in range(len(prompts))] for layer, parts in first.queries.items()}
-    for prompt, row in zip(prompts, logits, strict=True):
-        prompt.tokens.append(int(row.argmax()))
+    for prompt, token in zip(prompts, logits.argmax(-1).tolist(), strict=True):
+        prompt.tokens.append(token)
     width = max(prompt.steps for prompt in prompts)
     for index, prompt in enumerate(prompts):
         prompt.scratch = draft.scratch_slots(index, width)
@@ -67,8 +67,8 @@ def look_ahead(
     while running := [i for i, prompt in enumerate(prompts) if _goes_on(prompt)]:
         captured = Captured(first.rows)
         logits = draft.read(lists, [_next_read(i, prompts[i]) for i in running], captured)
-        for place, i in enumerate(running):
-            prompts[i].tokens.append(int(logits[place].argmax()))
+        for place, (i, token) in enumerate(zip(running, logits.argmax(-1).tolist(), strict=True)):
+            prompts[i].tokens.append(token)
             rows[i] += 1
             for layer, parts in captured.queries.items():
                 queries[layer][i].append(parts[0][place])

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from fathom.runtime.sglang_host.requests import policy_of
 from fathom.runtime.staging import send
-from fathom.runtime.verify import match, reject, target_probs
+from fathom.runtime.verify import draw, match, reject, target_probs
 
 
 @dataclass
@@ -96,33 +96,35 @@ class RowSampler:
             self._each(info.min_ps, rows),
         )
 
-    def propose(self, logits: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-        """A token from the draft's prepared logits [1, vocabulary], and the distribution it was drawn from.
+    def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token [1] from the draft's prepared logits [1, vocabulary], and the distribution it was drawn from.
 
-        None stands for a token taken without chance.
+        None stands for a token taken without chance. Nothing waits for the device.
         """
         if self.greedy or self.seeded:
-            return int(logits.argmax()), None
+            return logits.argmax(-1), None
         probs = self.probs(logits)
-        return int(torch.multinomial(probs, 1)), probs
+        return draw(probs), probs
 
     def accept(
         self, logits: torch.Tensor, drafted: list[int], proposed: list[torch.Tensor | None], position: int
-    ) -> list[int]:
-        """The tokens that stand, and the one that follows them.
+    ) -> torch.Tensor:
+        """The tokens that stand, and the one that follows them. Nothing waits for the device.
 
         Args:
             logits: [len(drafted) + 1, vocabulary] prepared; position: of the token before the first drafted one.
+
+        Returns:
+            [len(drafted) + 2] int64: how many drafted tokens stand, then them and the one that follows.
         """
         device = logits.device
         count, tokens = (
             send(torch.tensor([values]), device, torch.long) for values in (len(drafted), drafted)
         )
         if self.greedy or self.seeded:
-            choices = (
-                (logits.argmax(-1) if self.greedy else self._seeded(logits, position)).view(1, -1).long()
-            )
-            return choices[0, : int(match(choices, tokens, count)) + 1].tolist()
+            choices = logits.argmax(-1) if self.greedy else self._seeded(logits, position)
+            choices = choices.view(1, -1).long()
+            return torch.cat([match(choices, tokens, count), choices[0]])
         vocabulary = logits.shape[1]
         q = [
             torch.nn.functional.one_hot(token.view(1), vocabulary).float() if probs is None else probs
@@ -130,7 +132,8 @@ class RowSampler:
         ]
         draft = torch.cat(q).view(1, -1, vocabulary) if q else logits.new_zeros(1, 0, vocabulary)
         accepted, following = reject(self.probs(logits).unsqueeze(0), draft, tokens, count)
-        return [*drafted[: int(accepted)], int(following)]
+        put_out = torch.cat([tokens[0], following]).scatter(0, accepted, following)
+        return torch.cat([accepted, put_out])
 
     def _seeded(self, logits: torch.Tensor, position: int) -> torch.Tensor:
         """What SGLang draws for the request's seed at each row's position."""

@@ -70,23 +70,36 @@ def propose(
     Args:
         stretches: how far requests go on with fast steps. A slow step verifies nothing.
     """
-    proposals = []
+    places, wanted = [], []
     for index, request in enumerate(batch.reqs):
         if not drafts(request):
             continue
-        wanted = room_for_output(side.width(request), request)
-        stretch = stretches.get(request)
-        if stretch is not None:
-            wanted = max(min(wanted, stretch.left - 1), 0)
-        tail = tails.take(request, wanted) if wanted else None
-        if tail is not None and tail.count:
-            sampler = RowSampler(request, batch.sampling_info, index)
-            proposals.append(Proposal(index, tail, sampler, stretch=stretch))
+        width = room_for_output(side.width(request), request)
+        if (stretch := stretches.get(request)) is not None:
+            width = min(width, stretch.left - 1)
+        if width > 0:
+            places.append(index)
+            wanted.append((request, width))
+    proposals = [
+        Proposal(
+            index,
+            tail,
+            RowSampler(tail.request, batch.sampling_info, index),
+            stretch=stretches.get(tail.request),
+        )
+        for index, tail in zip(places, tails.take(wanted), strict=True)
+        if tail.count
+    ]
     if proposals:
         _draft(proposals, side)
-    for proposal in proposals:
-        # A draft that met the end of the answer leaves room unused.
-        proposal.tail = tails.shrink(proposal.tail, len(proposal.tokens))
+    return _shrunk(proposals, tails)
+
+
+def _shrunk(proposals: Sequence[Proposal], tails: Tails) -> list[Proposal]:
+    """Those with tokens; a draft that met the end of the answer leaves room unused."""
+    shorter = tails.shrink([p.tail for p in proposals], [len(p.tokens) for p in proposals])
+    for proposal, tail in zip(proposals, shorter, strict=True):
+        proposal.tail = tail
     return [proposal for proposal in proposals if proposal.tokens]
 
 
@@ -100,21 +113,20 @@ def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[P
         start < new for start, new in zip(batch.extend_logprob_start_lens, batch.extend_lens, strict=True)
     ):
         return []  # log-probabilities of prompt tokens fill the rows of the logits
-    proposals = []
+    said: list[tuple[int, Prompt]] = []
     for index, request in enumerate(batch.reqs):
-        ahead, side_state = side.state(request).ahead, side.state(request)
-        side_state.ahead = None
-        if ahead is None or not drafts(request):
-            continue
-        if alternates(request):
-            continue
-        room = tails.take(request, room_for_output(len(ahead.tokens), request))
-        proposal = Proposal(index, room, RowSampler(request, batch.sampling_info, index), ahead=ahead)
-        _take_up(proposal, ahead.tokens[: room.count], side.model.vocabulary)
-        proposal.tail = tails.shrink(room, len(proposal.tokens))
-        if proposal.tokens:
-            proposals.append(proposal)
-    return proposals
+        state = side.state(request)
+        ahead, state.ahead = state.ahead, None
+        if ahead is not None and drafts(request) and not alternates(request):
+            said.append((index, ahead))
+    wanted = [(batch.reqs[i], room_for_output(len(ahead.tokens), batch.reqs[i])) for i, ahead in said]
+    proposals = [
+        Proposal(index, tail, RowSampler(tail.request, batch.sampling_info, index), ahead=ahead)
+        for (index, ahead), tail in zip(said, tails.take(wanted), strict=True)
+    ]
+    for proposal, (_, ahead) in zip(proposals, said, strict=True):
+        _take_up(proposal, ahead.tokens[: proposal.tail.count], side.model.vocabulary)
+    return _shrunk(proposals, tails)
 
 
 def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None:
@@ -149,8 +161,7 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
     logits = side.read([(p.tail.request, p.tail.begin) for p in proposals], lists)
     running = list(enumerate(proposals))
     while running:
-        for (_, proposal), row in zip(running, logits, strict=True):
-            _choose(proposal, row.view(1, -1))
+        _choose([p for _, p in running], logits)
         running = [(which, p) for which, p in running if _goes_on(p)]
         if running:
             reads = [Read(which, p.tail.begin + len(p.tokens), p.tokens[-1:]) for which, p in running]
@@ -168,15 +179,20 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
             grammar.rollback(count)
 
 
-def _choose(proposal: Proposal, logits: torch.Tensor) -> None:
-    grammar = proposal.sampler.request.grammar
-    mask = grammar_mask(grammar, logits.shape[1])
-    token, probs = proposal.sampler.propose(proposal.sampler.prepare(logits, [mask]))
-    proposal.tokens.append(token)
-    proposal.probs.append(probs)
-    proposal.masks.append(mask)
-    if grammar is not None:
-        grammar.accept_token(token)
+def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> None:
+    """The next token of each, from the draft's logits [proposals, vocabulary]."""
+    masks = [grammar_mask(p.sampler.request.grammar, logits.shape[1]) for p in proposals]
+    drawn = [
+        p.sampler.propose(p.sampler.prepare(row.view(1, -1), [mask]))
+        for p, row, mask in zip(proposals, logits, masks, strict=True)
+    ]
+    tokens = torch.cat([token for token, _ in drawn]).tolist()
+    for proposal, token, (_, probs), mask in zip(proposals, tokens, drawn, masks, strict=True):
+        proposal.tokens.append(token)
+        proposal.probs.append(probs)
+        proposal.masks.append(mask)
+        if (grammar := proposal.sampler.request.grammar) is not None:
+            grammar.accept_token(token)
 
 
 def _goes_on(proposal: Proposal) -> bool:
@@ -244,29 +260,39 @@ def settle(
     """
     runs: dict[int, Run] = {}
     extra = torch.zeros_like(batch.seq_lens_cpu)
-    for proposal in proposals:
-        request, drafted = proposal.tail.request, proposal.tokens
-        tail = proposal.tail
-        rows = proposal.sampler.prepare(logits[proposal.index], proposal.masks)
-        tokens = proposal.sampler.accept(rows, drafted, proposal.probs, tail.begin - 1)
+    judged = [_judged(proposal, logits[proposal.index]) for proposal in proposals]
+    found = torch.cat([answer for _, answer in judged]).tolist()
+    kept = []
+    for proposal, (rows, answer) in zip(proposals, judged, strict=True):
+        drafted = proposal.tokens
+        (stood, *tokens), found = found[: len(answer)], found[len(answer) :]
+        tokens = tokens[: stood + 1]
         if proposal.ended:
             tokens = tokens[: len(drafted)]  # nothing follows the end
         if proposal.stretch is not None:
             tokens = tokens[: proposal.stretch.ends(tokens)]  # the next step is slow
         runs[proposal.index] = proposal.sampler.run(rows, tokens)
         accepted = len(tokens) - 1
-        tails.settle(tail, accepted)
-        state = side.state(request)
-        state.read, state.guess = tail.begin + _read_of(proposal, accepted, side), None
+        kept.append(accepted)
+        state = side.state(proposal.tail.request)
+        state.read, state.guess = proposal.tail.begin + _read_of(proposal, accepted, side), None
         state.pace.record(len(drafted), accepted)
         side.totals.proposed += len(drafted)
         side.totals.accepted += accepted
         extra[proposal.index] = accepted
+    tails.settle([proposal.tail for proposal in proposals], kept)
     batch.seq_lens_cpu = batch.seq_lens_cpu + extra.to(batch.seq_lens_cpu)
     batch.seq_lens = batch.seq_lens + extra.to(batch.seq_lens)
     batch.orig_seq_lens = batch.orig_seq_lens + extra.to(batch.orig_seq_lens)
     batch.seq_lens_sum = None
     return runs
+
+
+def _judged(proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its prepared logits [drafted + 1, vocabulary], and what :meth:`RowSampler.accept` makes of them."""
+    rows = proposal.sampler.prepare(logits, proposal.masks)
+    before = proposal.tail.begin - 1
+    return rows, proposal.sampler.accept(rows, proposal.tokens, proposal.probs, before)
 
 
 def _read_of(proposal: Proposal, accepted: int, side: DraftSide) -> int:

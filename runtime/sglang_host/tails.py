@@ -1,5 +1,9 @@
-"""Room for tokens that may not stay, behind a request's last one: taken for one step, given back where rejected."""
+"""Room for tokens that may not stay, behind a request's last one: taken for one step, given back where rejected.
 
+All requests of a step at once: what the host has to know of the slots is one copy from the device.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,50 +35,66 @@ class Tails:
     def __init__(self, allocator: DepthAllocator, rows: torch.Tensor) -> None:
         self.allocator, self.rows = allocator, rows
 
-    def take(self, request: Req, count: int) -> Tail:
-        """Room for up to ``count`` tokens, for fewer or none where memory or the request's row is full."""
-        begin, row = request.kv.kv_allocated_len, request.kv.req_pool_idx
-        count = max(min(count, self.rows.shape[1] - begin), 0)
-        while count and not self._fits(row, begin, begin + count):
-            count //= 2
-        if count:
-            slots = self._slots(row, begin, count)
-            assert slots is not None, "virtual slots were counted"
-            self.rows[row, begin : begin + count] = slots.to(self.rows.dtype)
-            self.allocator.memory.grow([self._growth(row, begin, begin + count, slots.cpu().numpy())])
-        return Tail(request, begin, count)
-
-    def _slots(self, row: int, begin: int, count: int) -> torch.Tensor | None:
-        if self.allocator.page_size == 1:
-            return self.allocator.alloc(count)
-        held, end, there = torch.tensor([begin]), torch.tensor([begin + count]), self.rows.device
-        last = self.rows[row, begin - 1].long().view(1)
-        return self.allocator.alloc_extend(send(held, there), held, send(end, there), end, last, count)
-
-    def settle(self, tail: Tail, kept: int) -> None:
-        """The first ``kept`` tokens are the request's own from now on; the room of the others is given back."""
-        self.shrink(tail, kept)
-        tail.request.kv.kv_allocated_len = tail.begin + kept
-        tail.request.kv.kv_committed_len += kept
-
-    def shrink(self, tail: Tail, kept: int) -> Tail:
-        """Give back the room of all but the first ``kept`` tokens."""
+    def take(self, wanted: Sequence[tuple[Req, int]]) -> list[Tail]:
+        """Room for up to so many tokens of each request, for fewer or none where memory or its row is full."""
         memory, size = self.allocator.memory, self.allocator.page_size
-        row, end = tail.request.kv.req_pool_idx, tail.begin + kept
-        memory.shrink(row, tail.count - kept)
-        unused = self.rows[row, pages_of(end, size) * size : tail.begin + tail.count]
-        if len(unused):
-            self.allocator.free(unused.long())
-        return Tail(tail.request, tail.begin, kept)
+        virtual, physical = self.allocator.virtual_size() // size, memory.pool.free
+        tails = []
+        for request, count in wanted:
+            begin, row = request.kv.kv_allocated_len, request.kv.req_pool_idx
+            count = max(min(count, self.rows.shape[1] - begin), 0)
+            while count:
+                pages = pages_of(begin + count, size) - pages_of(begin, size)
+                need = memory.need([Growth(row, begin, begin + count, np.zeros(pages, np.int64))])
+                if pages <= virtual and need <= physical:
+                    virtual, physical = virtual - pages, physical - need
+                    break
+                count //= 2
+            tails.append(Tail(request, begin, count))
+        self._fill([tail for tail in tails if tail.count])
+        return tails
 
-    def _fits(self, row: int, begin: int, end: int) -> bool:
-        size = self.allocator.page_size
-        pages = pages_of(end, size) - pages_of(begin, size)
-        if pages * size > self.allocator.virtual_size():
-            return False
-        new = Growth(row, begin, end, np.zeros(pages, np.int64))
-        return self.allocator.memory.need([new]) <= self.allocator.memory.pool.free
+    def _fill(self, tails: Sequence[Tail]) -> None:
+        if not tails:
+            return
+        slots, size = self._slots(tails), self.allocator.page_size
+        assert slots is not None, "virtual slots were counted"
+        counts = [tail.count for tail in tails]
+        growth = []
+        for tail, own, known in zip(
+            tails, slots.split(counts), np.split(slots.cpu().numpy(), np.cumsum(counts)[:-1]), strict=True
+        ):
+            row, end = tail.request.kv.req_pool_idx, tail.begin + tail.count
+            self.rows[row, tail.begin : end] = own.to(self.rows.dtype)
+            growth.append(Growth(row, tail.begin, end, known[known % size == 0] // size))
+        self.allocator.memory.grow(growth)
 
-    def _growth(self, row: int, begin: int, end: int, slots: np.ndarray) -> Growth:
-        size = self.allocator.page_size
-        return Growth(row, begin, end, slots[slots % size == 0] // size)
+    def _slots(self, tails: Sequence[Tail]) -> torch.Tensor | None:
+        begins, counts = (
+            torch.tensor([getattr(tail, name) for tail in tails]) for name in ("begin", "count")
+        )
+        total, there = int(counts.sum()), self.rows.device
+        if self.allocator.page_size == 1:
+            return self.allocator.alloc(total)
+        rows = send(torch.tensor([tail.request.kv.req_pool_idx for tail in tails]), there)
+        held, ends = send(begins, there), send(begins + counts, there)
+        last = self.rows[rows, held - 1].long()
+        return self.allocator.alloc_extend(held, begins, ends, begins + counts, last, total)
+
+    def settle(self, tails: Sequence[Tail], kept: Sequence[int]) -> None:
+        """The first tokens of each are the request's own from now on; the room of the others is given back."""
+        self.shrink(tails, kept)
+        for tail, count in zip(tails, kept, strict=True):
+            tail.request.kv.kv_allocated_len = tail.begin + count
+            tail.request.kv.kv_committed_len += count
+
+    def shrink(self, tails: Sequence[Tail], kept: Sequence[int]) -> list[Tail]:
+        """Give back the room of all but the first tokens of each."""
+        memory, size, unused = self.allocator.memory, self.allocator.page_size, []
+        for tail, count in zip(tails, kept, strict=True):
+            row = tail.request.kv.req_pool_idx
+            memory.shrink(row, tail.count - count)
+            unused.append(self.rows[row, pages_of(tail.begin + count, size) * size : tail.begin + tail.count])
+        if sum(map(len, unused)):
+            self.allocator.free(torch.cat(unused).long())
+        return [Tail(tail.request, tail.begin, count) for tail, count in zip(tails, kept, strict=True)]
