@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import selector_scores  # noqa: E402
-from fathom.runtime.sglang_host import decode_graphs, platform  # noqa: E402
+from fathom.runtime.sglang_host import decode_graphs, draft_side, platform, speculation, tails  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
 NAME = "cuda"
@@ -73,6 +73,7 @@ class GpuTensor(torch.Tensor):
 
     def tolist(self):
         assert Graph.capturing is None, "a captured step would wait for the device"
+        Waits.count += 1
         return self.raw.tolist()
 
     def data_ptr(self):
@@ -108,9 +109,10 @@ def run(func, args, kwargs):
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     args, kwargs = tree_map(values, (args, kwargs))
     result = func(*args, **kwargs)
+    answers = func._schema.returns and not any(map(is_tensor, tree_leaves(result)))
+    Waits.count += given and bool(answers or not there)
     if graph := Graph.capturing:
         crosses = (given and not there) or (there and others)
-        answers = func._schema.returns and not any(map(is_tensor, tree_leaves(result)))
         if crosses or (given and answers):
             raise RuntimeError(
                 f"{func}: a captured step would wait for the device, or read the host's memory"
@@ -131,6 +133,24 @@ def run(func, args, kwargs):
 
 def values(x):
     return x.raw if isinstance(x, GpuTensor) else x
+
+
+class Waits:
+    """How often the host asked for what is on the device, and the most in one call of a function, by its requests."""
+
+    count, most = 0, {}
+
+    @classmethod
+    def of(cls, place, name):
+        stock, most = getattr(place, name), cls.most.setdefault(name, {})
+
+        def counted(*args):
+            before, requests = cls.count, next((len(x) for x in args if isinstance(x, list)), 1)
+            result = stock(*args)
+            most[requests] = max(most.get(requests, 0), cls.count - before)
+            return result
+
+        setattr(place, name, counted)
 
 
 class Graph:
@@ -228,6 +248,11 @@ def install():
     FullCudaGraphBackend.capture_one = capture_one
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
+    for place, names in ((tails.Tails, ("take", "shrink")), (speculation, ("_choose", "_judged"))):
+        for name in names:
+            Waits.of(place, name)
+    report = draft_side.DraftSide.report
+    draft_side.DraftSide.report = lambda self: report(self) | {"waits": Waits.most}
     Nominal().__enter__()
 
 

@@ -180,6 +180,15 @@ def test_the_drafts_steps_are_replayed(server, models, expected):
     assert drafted[0]["meta_info"]["fathom"]["accepted_tokens"] > 3 and replayed["several"] >= 1
 
 
+def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
+    ask_together(server, list(map(prompt_of, "abc")), {"speculative": True, "draft_tokens": 2}, 7)
+    waits = server.engine()["draft"]["waits"]
+    assert waits.pop("_judged") == {"1": 0}
+    assert waits.keys() == {"take", "shrink", "_choose"}
+    for most in waits.values():
+        assert max(map(int, most)) == 3 and max(most.values()) <= 1
+
+
 # What the draft, which reads everything, foresees in part.
 FORESEEN = {
     "dense": {},
