@@ -360,6 +360,14 @@ def main(argv: Sequence[str]) -> int:
         for name, size in (("target", target), ("draft", draft))
     }
     gpu, reports = machine()["gpu"] is not None, list[dict[str, Any]]()
+
+    def leave(complete: bool = False) -> None:
+        """What has been measured so far: a run that is cut short leaves it too."""
+        if args.out is not None:
+            facts = {"machine": machine(), "command": list(argv), "seconds": round(time.time() - begin, 1)}
+            facts |= {"complete": complete, "engines": reports, "tables": report.tables}
+            args.out.write_text(json.dumps(facts, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder, Processes(gpu) as started:
         if set(args.tables) & {"speed", "fastkv", "specprefill", "combination"}:
             ways = variants(target.layers, span, args.output, args.tables)
@@ -371,6 +379,7 @@ def main(argv: Sequence[str]) -> int:
             )
             found = run_group(engines, ways, work, started, reports)
             target_tables(report, found, {"target": target, "span": span, "limits": limits, **costs}, args)
+            leave()
         if "sfi" in args.tables:
             ways = [
                 Variant(DENSE, Policy(), whole),
@@ -388,12 +397,10 @@ def main(argv: Sequence[str]) -> int:
             limits = limits_of(ways, shape, work, slow_fast=reads)
             rows = sfi_rows(run_group(engines, ways, work, started, reports), limits)
             report.table("Slow-Fast Inference, Figure 4: decode, tokens/s", rows)
+            leave()
     if "kernels" in args.tables:
         paper_kernels.tables(report, target, sfi_target, args)
-    if args.out is not None:
-        facts = {"machine": machine(), "command": list(argv), "seconds": round(time.time() - begin, 1)}
-        facts |= {"engines": reports, "tables": report.tables}
-        args.out.write_text(json.dumps(facts, indent=1) + "\n")
+    leave(complete=True)
     return 0
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fathom.benchmarks import paper_engine, paper_shapes
+from fathom.benchmarks import paper_engine, paper_shapes, paper_tables
 from fathom.benchmarks import paper_figures as papers
 from fathom.benchmarks.paper_engine import Setup, Variant, Work
 
@@ -86,6 +86,25 @@ def test_each_engine_says_what_it_is(written):
         assert scheduler == (
             None if engine["stock"] else "fathom.runtime.sglang_host.scheduler.FathomScheduler"
         )
+
+
+def test_a_run_that_is_cut_short_leaves_what_it_has(monkeypatch, tmp_path, written):
+    def measured(*_):
+        cell = paper_engine.Cell(1.0, 0.1, 10.0, {"slow_steps": 1, "fast_steps": 9})
+        return {64: {name: cell for name in ("sglang", "dense", "slow_fast")}}
+
+    def breaks(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(paper_tables, "run_group", measured)
+    monkeypatch.setattr(paper_tables.paper_kernels, "tables", breaks)
+    sizes = "--sfi-target", "tiny-qwen3", "--lengths", "64", "--tables", "sfi", "kernels"
+    with pytest.raises(RuntimeError, match="no kernel"):
+        paper_tables.main([*sizes, "--out", str(tmp_path / "cut.json")])
+    found = json.loads((tmp_path / "cut.json").read_text())
+    assert not found["complete"] and written["complete"]
+    (title,) = found["tables"]
+    assert title.startswith("Slow-Fast Inference, Figure 4") and found["tables"][title][0]["prompt"] == 64
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def values(x):
 
 
 class Waits:
-    """How often the host asked for what is on the device, and the most in one call of a function, by its requests."""
+    """How often the host asked for what the device has; the most in one call of a function, by its requests."""
 
     count, most = 0, {}
 
