@@ -91,7 +91,7 @@ def test_each_engine_says_what_it_is(written):
 def test_a_run_that_is_cut_short_leaves_what_it_has(monkeypatch, tmp_path, written):
     def measured(*_):
         cell = paper_engine.Cell(1.0, 0.1, 10.0, {"slow_steps": 1, "fast_steps": 9})
-        return {64: {name: cell for name in ("sglang", "dense", "slow_fast")}}
+        return {64: dict.fromkeys(("sglang", "dense", "slow_fast"), cell)}
 
     def breaks(*_):
         raise RuntimeError("no kernel")
