@@ -1,9 +1,15 @@
 """Servers and drafts that several tests of this folder share: a server takes about 20 s to start."""
 
-import pytest
-from noisy import noisy_copy
+import sys
+from pathlib import Path
 
-pytest.register_assert_rewrite("greedy")
+import pytest
+from noisy import draft_flags, noisy_copy
+from transformers import AutoTokenizer
+
+from fathom.runtime.sfi.trigger import trigger_ids
+
+pytest.register_assert_rewrite("greedy", "interpreted")
 
 PAGE = 16
 FLAGS = ("--dtype", "float32")
@@ -52,3 +58,33 @@ def retracting_server(share_server, tiny_model):
 def draft_of(tiny_model, tmp_path_factory):
     """A function: how much noise -> the folder of a draft for the tiny model."""
     return lambda noise: noisy_copy(tiny_model, tmp_path_factory.mktemp("draft"), noise)
+
+
+@pytest.fixture(scope="session")
+def close_draft(draft_of):
+    """A draft that often says what the tiny model says."""
+    return draft_of(0.0008)
+
+
+@pytest.fixture(scope="session")
+def triggers(tiny_model):
+    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model, close_draft, triggers):
+    from interpreted import Oracle  # after its assertions were told to explain themselves
+
+    return Oracle(tiny_model, close_draft, triggers)
+
+
+@pytest.fixture(scope="module")
+def start_nominal(start_process):
+    """A function: target and draft, flags -> its server on a GPU in name only, Triton's kernels interpreted."""
+
+    def start(target, draft, *flags, script="nominal_gpu.py"):
+        path = Path(__file__).with_name(script)
+        command = [sys.executable, str(path), "serve", str(target), *flags, *draft_flags(draft)]
+        return start_process(command, {"TRITON_INTERPRET": "1"})
+
+    return start

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 import tvm_ffi  # noqa: F401  it asks whether there is a `cuda`: before there is one in name
+from torch import library
 
 NAME = "NVIDIA H100 80GB HBM3"
 PROCESSORS = 2
@@ -110,15 +111,15 @@ def guard():
     """What PyTorch holds on to while it works on a device of this type; a build for CPUs has none for CUDA."""
     if torch.version.cuda is not None:
         return torch._C._ensureCUDADeviceGuardSet()
-    library = Path(tempfile.gettempdir()) / f"nominal-guard-{torch.__version__}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    compiled = Path(tempfile.gettempdir()) / f"nominal-guard-{torch.__version__}.so"
+    if not compiled.exists():
+        with tempfile.TemporaryDirectory(dir=compiled.parent) as folder:
             (source := Path(folder) / "guard.cpp").write_text(GUARD)
             made, torch_files = Path(folder) / "guard.so", Path(torch.__file__).parent
             where = f"-I{torch_files / 'include'}", f"-L{torch_files / 'lib'}", "-lc10"
             subprocess.run(["c++", "-shared", "-fPIC", "-std=c++20", source, "-o", made, *where], check=True)
-            made.replace(library)
-    ctypes.CDLL(str(library))
+            made.replace(compiled)
+    ctypes.CDLL(str(compiled))
 
 
 def install():
@@ -133,7 +134,7 @@ def install():
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: Stream()
     torch.cuda.stream = torch.cuda.StreamContext = torch.cuda.device = Within
     torch.accelerator.is_available = constant(True)
-    torch.library.Library.impl = register_for_both
+    library.Library.impl = register_for_both
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = constant(True)
     torch.Tensor.record_stream = constant(None)
@@ -148,7 +149,7 @@ def install():
 
 # --- compiled kernels ---
 
-register = torch.library.Library.impl
+register = library.Library.impl
 
 
 def register_for_both(self, name, function, dispatch_key="", **kwargs):

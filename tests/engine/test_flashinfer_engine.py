@@ -3,39 +3,22 @@
 Chunks, prefixes, narrowed spans, drafted tokens and rows that Triton keeps, against the oracle with explicit masks.
 """
 
-import sys
-from pathlib import Path
-
 import interpreted
 import pytest
 from greedy import ask
-from interpreted import NEW_TOKENS, Oracle, ask_all, prompt_of
-from noisy import draft_flags, noisy_copy
-from transformers import AutoTokenizer
-
-from fathom.runtime.sfi.trigger import trigger_ids
+from interpreted import NEW_TOKENS, ask_all, prompt_of
 
 SPANS = 4
 NAMES = ("dense", "FastKV", "everything")
 
 
 @pytest.fixture(scope="module")
-def draft(tiny_model, tmp_path_factory):
-    return noisy_copy(tiny_model, tmp_path_factory.mktemp("draft"), 0.0008)
-
-
-@pytest.fixture(scope="module")
-def server(start_process, tiny_model, draft):
-    script = Path(__file__).with_name("nominal_flashinfer.py")
+def server(start_nominal, tiny_model, close_draft):
     flags = *interpreted.FLAGS, "--cuda-graph-backend-decode", "disabled"
-    command = [sys.executable, str(script), "serve", str(tiny_model), *flags, *draft_flags(draft)]
-    return start_process(command, {"TRITON_INTERPRET": "1"})
+    return start_nominal(tiny_model, close_draft, *flags, script="nominal_flashinfer.py")
 
 
-def test_answers_are_the_oracles_also_from_the_prefix_cache(server, tiny_model, draft):
-    oracle = Oracle(
-        tiny_model, draft, trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
-    )
+def test_answers_are_the_oracles_also_from_the_prefix_cache(server, oracle):
     for cached in (0, 64):
         answers = ask_all(server, NAMES)
         for name, answer in answers.items():

@@ -19,9 +19,8 @@ import torch
 from greedy import TOLERANCE, TOP
 from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted, sfi
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from fathom.runtime.sfi.trigger import trigger_ids
 from fathom.server import cli
 
 NEW_TOKENS = 16
@@ -45,11 +44,6 @@ FLAGS = ("--dtype", "float32", "--max-total-tokens", "16000", *SFI_FLAGS)
 
 def policy_of(combination):
     return {name: value for mechanism in combination for name, value in MECHANISMS[mechanism].items()}
-
-
-@pytest.fixture(scope="module")
-def triggers(tiny_model):
-    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
 
 
 @pytest.fixture(scope="module")

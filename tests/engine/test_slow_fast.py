@@ -16,9 +16,7 @@ from greedy import TOLERANCE, ask
 from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted
 from oracles import sfi as oracle
-from transformers import AutoTokenizer, LlamaForCausalLM
-
-from fathom.runtime.sfi.trigger import trigger_ids
+from transformers import LlamaForCausalLM
 
 SLOW_FAST = {"decode": "slow_fast"}
 DRAFT = {"speculative": True}
@@ -39,11 +37,6 @@ FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "20000"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
 )
-
-
-@pytest.fixture(scope="module")
-def triggers(tiny_model):
-    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
 
 
 @pytest.fixture(scope="module")

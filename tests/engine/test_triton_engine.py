@@ -4,30 +4,21 @@ Every mechanism alone and all together, in common batches, in captured steps and
 """
 
 import shutil
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import interpreted
 import pytest
 import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
-from noisy import draft_flags, noisy_copy
+from noisy import noisy_copy
 from oracles.drafted import Draft
-from transformers import AutoTokenizer, LlamaForCausalLM
-
-from fathom.runtime.sfi.trigger import trigger_ids
+from transformers import LlamaForCausalLM
 
 FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
-
-
-@pytest.fixture(scope="module")
-def triggers(tiny_model):
-    return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +34,8 @@ def models(tiny_model, triggers, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(start_process, models):
-    script = Path(__file__).with_name("nominal_gpu.py")
-    command = [sys.executable, str(script), "serve", str(models[0]), *FLAGS, *draft_flags(models[1])]
-    return start_process(command, {"TRITON_INTERPRET": "1"})
+def server(start_nominal, models):
+    return start_nominal(*models, *FLAGS)
 
 
 @pytest.fixture(scope="module")

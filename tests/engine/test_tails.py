@@ -1,0 +1,93 @@
+"""Room behind requests' last tokens: all at once as one after the other, disjoint, and given back to the page."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.runtime.kv.memory import Growth
+from fathom.runtime.sglang_host import kv_allocator
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.tails import Tails
+
+SPANS, WIDTH = 3, 40
+
+
+def allocator(pages, page_size, monkeypatch):
+    """Physical pages for so many virtual ones at all depths, and a virtual page for each."""
+    monkeypatch.setattr(kv_allocator, "get_spec", lambda: SimpleNamespace(speculative_draft_model_path=None))
+    size = pages * page_size
+    pool = SimpleNamespace(size=size * SPANS, spans=SPANS, layer_num=SPANS, span=1)
+    return DepthAllocator(size, page_size, torch.float32, "cpu", pool, need_sort=False)
+
+
+def running(rows, lengths, made, page_size):
+    """Dense requests that hold so many tokens."""
+    requests = []
+    for row, length in enumerate(lengths):
+        start, end = torch.tensor([0]), torch.tensor([length])
+        slots = made.alloc_extend(start, start, end, end, torch.tensor([-1]), length)
+        rows[row, :length] = slots.int()
+        pages = slots[::page_size].numpy() // page_size
+        made.memory.grow([Growth(row, 0, length, pages)])
+        kv = SimpleNamespace(kv_allocated_len=length, kv_committed_len=length, req_pool_idx=row)
+        requests.append(SimpleNamespace(kv=kv))
+    return requests
+
+
+def pages_between(begin, end, size):
+    return len({at // size for at in range(end)} - {at // size for at in range(begin)})
+
+
+def one_after_the_other(lengths, wanted, free, size):
+    """How many tokens each gets: what it wants, or half of it, and so on, until the pages are there."""
+    found = []
+    for length, count in zip(lengths, wanted, strict=True):
+        count = min(count, WIDTH - length)
+        while count and pages_between(length, length + count, size) * SPANS > free:
+            count //= 2
+        free -= pages_between(length, length + count, size) * SPANS
+        found.append(count)
+    return found
+
+
+@given(
+    page_size=st.sampled_from([1, 4]),
+    spare=st.integers(0, 12),
+    requests=st.lists(
+        st.tuples(st.integers(1, 36), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_room_is_taken_for_all_at_once(page_size, spare, requests):
+    lengths, wanted, stays = map(list, zip(*requests, strict=True))
+    held = sum(pages_between(0, length, page_size) for length in lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        made = allocator(held + spare, page_size, patch)
+    rows = torch.zeros(len(requests), WIDTH, dtype=torch.int32)
+    asked = running(rows, lengths, made, page_size)
+    pool, tails = made.memory.pool, Tails(made, rows)
+
+    taken = tails.take(list(zip(asked, wanted, strict=True)))
+    counts = [tail.count for tail in taken]
+    assert counts == one_after_the_other(lengths, wanted, spare * SPANS, page_size)
+    ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+    assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
+    own = [rows[row, :end].tolist() for row, end in enumerate(ends)]
+    assert len({slot for slots in own for slot in slots}) == sum(ends)
+    for slots in own:
+        assert min(slots) >= page_size and [slot % page_size for slot in slots] == [
+            at % page_size for at in range(len(slots))
+        ]
+        assert all(made.memory.shared.depth(slot // page_size) == SPANS for slot in slots)
+
+    kept = [min(count, stay) for count, stay in zip(counts, stays, strict=True)]
+    tails.settle(taken, kept)
+    ends = [length + count for length, count in zip(lengths, kept, strict=True)]
+    assert [request.kv.kv_allocated_len for request in asked] == ends
+    assert [request.kv.kv_committed_len for request in asked] == ends
+    assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
+    left = {slot // page_size for row, end in enumerate(ends) for slot in rows[row, :end].tolist()}
+    assert all(made.memory.shared.depth(page) == SPANS for page in left)
