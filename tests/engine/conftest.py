@@ -1,11 +1,13 @@
 """Servers and drafts that several tests of this folder share: a server takes about 20 s to start."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from noisy import draft_flags, noisy_copy
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from fathom.runtime.sfi.trigger import trigger_ids
 
@@ -69,6 +71,18 @@ def close_draft(draft_of):
 @pytest.fixture(scope="session")
 def triggers(tiny_model):
     return trigger_ids(AutoTokenizer.from_pretrained(tiny_model).backend_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def ending_pair(tiny_model, triggers, tmp_path_factory):
+    """Folders of a target that ends sentences now and then, and of a draft: the same with noise on its weights."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[triggers] *= 1.5
+    folder = tmp_path_factory.mktemp("ending")
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    model.save_pretrained(folder)
+    return folder, noisy_copy(folder, tmp_path_factory.mktemp("draft"), 0.0008)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import itertools
 import json
 import random
 import re
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ import greedy
 import pytest
 import torch
 from greedy import TOLERANCE, TOP
-from noisy import draft_flags, noisy_copy
+from noisy import draft_flags
 from oracles import combined, drafted, sfi
 from transformers import LlamaForCausalLM
 
@@ -47,22 +46,10 @@ def policy_of(combination):
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model, triggers, tmp_path_factory):
-    """Folders of a target that ends sentences now and then, and of a draft: the same with noise on its weights."""
-    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[triggers] *= 1.5
-    folder = tmp_path_factory.mktemp("matrix")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model.save_pretrained(folder)
-    return folder, noisy_copy(folder, tmp_path_factory.mktemp("draft"), 0.0008)
-
-
-@pytest.fixture(scope="module")
-def expected(models, triggers):
+def expected(ending_pair, triggers):
     """The oracle's answer to a prompt under a policy, computed once: a function."""
-    model = LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32).eval()
-    draft, known = drafted.Draft(models[1]), {}
+    model = LlamaForCausalLM.from_pretrained(ending_pair[0], dtype=torch.float32).eval()
+    draft, known = drafted.Draft(ending_pair[1]), {}
 
     def generate(prompt, combination):
         # Drafting changes no greedy token.
@@ -166,31 +153,31 @@ def finish(server):
     assert "Traceback" not in log and "leak" not in log.lower()
 
 
-def explained(models, prompt, combination, page, capsys):
+def explained(ending_pair, prompt, combination, page, capsys):
     """KV bytes that `fathom explain` foresees for a request."""
     options = {
         "--prompt-tokens": len(prompt),
         "--output-tokens": NEW_TOKENS,
         "--policy": json.dumps(policy_of(combination)),
-        "--draft-model-path": models[1],
+        "--draft-model-path": ending_pair[1],
         "--page-size": page,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    assert cli.main(["explain", str(models[0]), "--json", *words]) == 0
+    assert cli.main(["explain", str(ending_pair[0]), "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)["costs"]["policy"]["kv_bytes"]
 
 
 @pytest.fixture(scope="module")
-def chunked(start_server, models):
+def chunked(start_server, ending_pair):
     flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4")
-    return start_server(models[0], *FLAGS, *flags, *draft_flags(models[1], 0))
+    return start_server(ending_pair[0], *FLAGS, *flags, *draft_flags(ending_pair[1], 0))
 
 
-def test_one_at_a_time(chunked, models, expected, capsys):
+def test_one_at_a_time(chunked, ending_pair, expected, capsys):
     for prompt, combination in zip(documents(), COMBINATIONS, strict=True):
         report = check(expected, 4, prompt, combination, ask(chunked, prompt, combination))
         if "drafting" not in combination:
-            assert report["kv_bytes"] == explained(models, prompt, combination, 4, capsys), combination
+            assert report["kv_bytes"] == explained(ending_pair, prompt, combination, 4, capsys), combination
     settle(chunked)
 
 
@@ -272,9 +259,9 @@ def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expecte
     finish(chunked)
 
 
-def test_whole_prompts_four_at_once(start_server, models, expected):
-    flags = ("--chunked-prefill-size", "-1", *draft_flags(models[1], 0))
-    server = start_server(models[0], *FLAGS, *flags)
+def test_whole_prompts_four_at_once(start_server, ending_pair, expected):
+    flags = ("--chunked-prefill-size", "-1", *draft_flags(ending_pair[1], 0))
+    server = start_server(ending_pair[0], *FLAGS, *flags)
     jobs = list(zip(documents(), COMBINATIONS, strict=True))
     random.Random(4).shuffle(jobs)
     with ThreadPoolExecutor(4) as pool:

@@ -3,7 +3,6 @@
 Every mechanism alone and all together, in common batches, in captured steps and others, against one oracle.
 """
 
-import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,36 +10,21 @@ from itertools import islice
 
 import interpreted
 import pytest
-import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
-from noisy import noisy_copy
 from oracles.drafted import Draft
-from transformers import LlamaForCausalLM
 
 FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model, triggers, tmp_path_factory):
-    """Folders of a target that ends sentences now and then, and of a draft: the same with noise on its weights."""
-    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.no_grad():
-        model.lm_head.weight[triggers] *= 1.5
-    folder = tmp_path_factory.mktemp("interpreted")
-    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-    model.save_pretrained(folder)
-    return folder, noisy_copy(folder, tmp_path_factory.mktemp("draft"), 0.0008)
+def server(start_nominal, ending_pair):
+    return start_nominal(*ending_pair, *FLAGS)
 
 
 @pytest.fixture(scope="module")
-def server(start_nominal, models):
-    return start_nominal(*models, *FLAGS)
-
-
-@pytest.fixture(scope="module")
-def expected(models, triggers):
-    return Oracle(*models, triggers)
+def expected(ending_pair, triggers):
+    return Oracle(*ending_pair, triggers)
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +130,11 @@ def ask_together(server, *given):
     return answers, replayed, after["placed_lists"] - before["placed_lists"]
 
 
-def test_the_drafts_steps_are_replayed(server, models, expected):
+def test_the_drafts_steps_are_replayed(server, ending_pair, expected):
     """Three requests in steps that were captured with four. The draft would give the target's answers: whatever it
     says stands, unless it reads anything but its requests' own KV."""
     said, drafts = (
-        partial(draft.look_ahead, steps=7, ends=set()) for draft in (Draft(models[0]), expected.draft)
+        partial(draft.look_ahead, steps=7, ends=set()) for draft in (Draft(ending_pair[0]), expected.draft)
     )
     prompts = prompts_that(lambda prompt: said(prompt) == drafts(prompt), 3, 20)
     drafted, replayed, placed = ask_together(server, prompts, {"speculative": True}, 7)
