@@ -43,7 +43,7 @@ class DraftGraphRunner(CountingGraphRunner):
         view = self.attn_backend.view
         return self.takes(len(view.which), view.lists.total, int(view.query[-1]))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, forward_batch: "ForwardBatch") -> torch.Tensor:
         """[rows, vocabulary], which the next replay leaves alone; the backend's view is set already."""
         output = self.execute(forward_batch)

@@ -72,7 +72,7 @@ def set_wanted(batch: ForwardBatch, counts: np.ndarray) -> None:
     batch.extend_num_tokens = int(counts.sum())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def run(runner: "ModelRunner", batch: ForwardBatch) -> torch.Tensor:
     """Logits [wanted rows, vocabulary]; the attention backend's views are set already."""
     model = runner.model

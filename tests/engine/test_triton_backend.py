@@ -8,11 +8,12 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host import triton_attention
+from fathom.runtime.sglang_host import passes, triton_attention
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_attention import Captured, TritonDraftBackend
 from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
@@ -228,3 +229,23 @@ def test_soft_capped_logits_are_refused():
         triton_attention.TritonAttentionBackend(runner()).forward_decode(
             *[torch.zeros(1, 1)] * 3, capped, None
         )
+
+
+def test_tables_that_grow_in_a_pass_over_drafted_tokens_serve_the_next_step():
+    """SGLang's own steps may write to nothing that was made in PyTorch's inference mode."""
+    tables = DeviceTables(1, ROWS, 20, ROWS, "cpu")
+
+    def view(entries):
+        lists = SlotLists([torch.arange(1, entries + 1, dtype=torch.int32)])
+        return ListView(lists, [0], [entries], [1])
+
+    class Model:
+        def forward(self, *_):
+            tables.fill(0, view(100))
+            return SimpleNamespace(next_token_logits=None)
+
+    made = SimpleNamespace(model=Model(), attn_backend=None)
+    with torch.no_grad():
+        passes.run(made, SimpleNamespace(input_ids=None, positions=None))
+        assert tables.grown == 1
+        tables.fill(0, view(90))

@@ -51,3 +51,9 @@ def test_what_is_sent_is_staged(path):
     made = [call for name in ("tensor", "as_tensor") for call, on in calls(path, name) if is_torch(on)]
     there = [ast.unparse(call) for call in made if any(word.arg == "device" for word in call.keywords)]
     assert there == SENT_ONCE.get(path.name, [])
+
+
+def test_steps_make_tensors_that_later_steps_may_write_to():
+    """SGLang's steps run in ``no_grad``: what was made in inference mode may not be changed there."""
+    engine = [path for path in FILES if path.parent.name == "sglang_host"]
+    assert engine and [path.name for path in engine if [*calls(path, "inference_mode")]] == []
