@@ -41,6 +41,7 @@ class Shape:
         rows: request rows of the engine; a row's number is below it.
         device: of keys and values. What each request reads is decided on the host.
         memory: bytes of a GPU that has them; 0 on a CPU.
+        devices: that have as many heads each.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class Shape:
     rows: int
     device: torch.device | str = "cpu"
     memory: int = 0
+    devices: int = 1
 
     def run(self, options: SfiOptions) -> RunShape:
         """Size of one request's compact buffers."""
@@ -104,7 +106,7 @@ class Outcome:
         fast: whether it read a selection only.
         cause: why its selection was renewed, one of ``CAUSES``; None where it was not.
         seconds: its share of the time that the Selector and the packing took.
-        compact_bytes: size of its compact buffers, 0 where it has none.
+        compact_bytes: size of its compact buffers on all devices, 0 where it has none.
     """
 
     fast: bool
@@ -486,7 +488,7 @@ class Step:
             if not alternates:
                 found.append(None)
                 continue
-            size = state.runs.shape.bytes if start >= 0 else 0
+            size = state.runs.shape.bytes * state.shape.devices if start >= 0 else 0
             outcome = Outcome(not slow, CAUSES[cause] if new else None, share if new else 0.0, size)
             state.totals["slow_steps" if slow else "fast_steps"] += 1
             if new:

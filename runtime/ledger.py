@@ -68,7 +68,7 @@ class Account:
 
 @dataclass(frozen=True)
 class KvShape:
-    """Size of the target's KV cache."""
+    """Size of the target's KV cache, on all its devices."""
 
     layers: int
     bytes_per_token: int  # all layers, keys and values
@@ -76,7 +76,7 @@ class KvShape:
 
 @dataclass(frozen=True)
 class Held:
-    """KV of one request in bytes: what it holds, and what its tokens would hold at all depths."""
+    """KV of one request in bytes, on all devices: what it holds, and what its tokens would hold at all depths."""
 
     bytes: int
     dense: int

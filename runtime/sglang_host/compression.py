@@ -21,6 +21,7 @@ from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retain
 from fathom.runtime.fastkv.step import MECHANISM, propagated_count
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.plan import Step
+from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.staging import send
 from fathom.runtime.staircase import Choice, Rows, Work
@@ -291,7 +292,7 @@ class CompressionStep:
 
     def _select(self, job: Job, step: Step, mean: torch.Tensor) -> None:
         sizes = self._sizes(job, len(job.entered))
-        saliency = pool_saliency(mean, sizes.ranked, 1, FastKVConfig.pool)
+        saliency = devices.mean(pool_saliency(mean, sizes.ranked, 1, FastKVConfig.pool))
         anchored = job.work.plan.anchored_above(step.layer)
         forced = torch.zeros(1, dtype=torch.int64, device=mean.device) if anchored else None
         kept = propagated_tokens(saliency, sizes, step.rate, forced)

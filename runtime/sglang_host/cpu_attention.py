@@ -26,7 +26,7 @@ from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_pack
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
 from fathom.kernels.store_kv_cpu import store_kv
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.sglang_host import cpu_layers, cpu_linear, cpu_ops
+from fathom.runtime.sglang_host import cpu_layers, cpu_linear, cpu_ops, devices
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 
 if TYPE_CHECKING:
@@ -144,8 +144,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         super().__init__(model_runner)
         config = model_runner.model_config
         shape = (
-            config.num_attention_heads // model_runner.ps.tp_size,
-            config.get_num_kv_heads(model_runner.ps.tp_size),
+            *devices.heads_of(config, model_runner.ps.tp_size),
             config.head_dim,
             config.v_head_dim,
         )

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fathom.runtime.kv.lists import ListView, SlotLists
+from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.sglang_host.triton_attention import MOST_NEW, TritonAttentionBackend
@@ -96,7 +97,8 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         config = self.runner.model_config
-        shape = self.kv_pool.layer_num, max_bs, config.num_attention_heads, config.head_dim
+        heads, _ = devices.heads_of(config, self.runner.ps.tp_size)
+        shape = self.kv_pool.layer_num, max_bs, heads, config.head_dim
         self.queries = torch.empty(shape, dtype=config.dtype, device=self.req_to_token.device)
 
     def replays(self, requests: int, entries: int) -> bool:

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from fathom.kernels.window_scores import pooled_max_scores, window_of
 from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.lists import ListView, SlotLists
-from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host import devices, passes
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_attention import Captured, DraftReads, TritonDraftBackend
 from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
@@ -192,7 +192,7 @@ class DraftModel:
         prompts: Sequence[torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """SpecPrefill's token scores (section 3.2), streamed over the layers.
+        """SpecPrefill's token scores (section 3.2), streamed over the layers; the same on all devices.
 
         Args:
             captured: per layer the queries [total rows, heads, head_dim], request after request.
@@ -207,4 +207,4 @@ class DraftModel:
         for layer, query in sorted(captured.items()):
             out = pooled_max_scores(query, self.pool.get_key_buffer(layer), window, scale, out=out)
         assert out is not None
-        return out
+        return devices.largest(out)

@@ -82,9 +82,9 @@ GPU_RULES = (
     ),
     GpuRule(
         (),
-        lambda args: args.tp_size == args.pp_size == args.dp_size == 1,
-        "one GPU",
-        "each process would have to choose the same tokens",
+        lambda args: args.pp_size == args.dp_size == 1,
+        "--pp-size 1 and --dp-size 1",
+        "a model is spread over GPUs by --tp-size, and replicas are servers of their own",
     ),
 )
 

@@ -10,7 +10,7 @@ REFRESH_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class KvState:
-    """The KV pool at one moment; pages of one span each, bytes on this device.
+    """The KV pool at one moment; pages of one span each, bytes on all devices of the model.
 
     Attributes:
         held, cached: by span, pages of running requests, and pages that nobody but the prefix cache has.

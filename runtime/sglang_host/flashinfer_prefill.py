@@ -14,6 +14,7 @@ import torch
 
 from fathom.runtime.kv.device_view import DUMMY, DeviceTables, DeviceView
 from fathom.runtime.kv.view import SpanView
+from fathom.runtime.sglang_host import devices
 from fathom.runtime.staging import staged
 
 if TYPE_CHECKING:
@@ -306,11 +307,10 @@ def choose(
 
 
 def layout_of(runner: "ModelRunner") -> tuple[torch.dtype, torch.dtype, int, int, int, int]:
-    """A model's KV type, own type, heads, KV heads, and head sizes of keys and values, on one GPU."""
+    """A model's KV type, own type, heads, KV heads, and head sizes of keys and values, on one of its GPUs."""
     config = runner.model_config
-    kv_heads = config.get_num_kv_heads(1)
-    sizes = config.num_attention_heads, kv_heads, config.head_dim, config.v_head_dim
-    return runner.kv_cache_dtype, config.dtype, *sizes
+    heads, kv_heads = devices.heads_of(config, runner.ps.tp_size)
+    return runner.kv_cache_dtype, config.dtype, heads, kv_heads, config.head_dim, config.v_head_dim
 
 
 def reserved_bytes(runner: "ModelRunner", spans: int) -> int:

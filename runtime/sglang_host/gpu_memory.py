@@ -14,7 +14,7 @@ from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 from fathom.runtime.decode import Shape
 from fathom.runtime.plan import choose_span
 from fathom.runtime.sfi.refresh import RING_SLOTS
-from fathom.runtime.sglang_host import flashinfer_prefill
+from fathom.runtime.sglang_host import devices, flashinfer_prefill
 from fathom.runtime.sglang_host.decode_graphs import captured_rows
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
@@ -45,8 +45,7 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     shape = Shape(
         layers,
         span,
-        config.num_attention_heads,
-        config.get_num_kv_heads(1),
+        *devices.heads_of(config, worker.ps.tp_size),
         config.head_dim,
         config.v_head_dim,
         runner.kv_cache_dtype,
@@ -79,7 +78,8 @@ def captured_row_bytes(target: Any, draft: Any) -> int:
     """
     config = draft.model_config
     layers = draft.model_runner.layer_info.num_effective_layers
-    queries = layers * config.num_attention_heads * config.head_dim * config.dtype.itemsize
+    heads, _ = devices.heads_of(config, draft.ps.tp_size)
+    queries = layers * heads * config.head_dim * config.dtype.itemsize
     return queries + (0 if config.vocab_size == target.vocab_size else 4 * config.vocab_size)
 
 

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
-from fathom.runtime.sglang_host import bursts, kv_schedule, seams
+from fathom.runtime.sglang_host import bursts, devices, kv_schedule, seams
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
@@ -195,8 +195,7 @@ class FathomScheduler(Scheduler):
         lacking = {} if self.tp_worker.draft_worker else without_draft()
         lacking |= dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {}
         lacking |= {"SFI": reason} if (reason := self.tp_worker.lacks_slow_fast()) else {}
-        # Each device sees its own heads only, and all of them have to choose the same tokens.
-        found += ["the model is spread over devices"] if self.ps.tp_size > 1 else []
+        found += [reason] if (reason := devices.why_not(config, self.ps.tp_size)) else []
         return lacking | ({"FastKV": "; ".join(found)} if found else {})
 
     def _fastkv(self) -> dict[str, Any] | None:
@@ -228,7 +227,7 @@ class FathomScheduler(Scheduler):
             found = allocator.audit(tree.cached_slots() if is_tree else None)
             state["depth_pages"] = dataclasses.asdict(found) | {
                 "span": pool.span,
-                "page_bytes": pool.bytes_per_page,
+                "page_bytes": pool.bytes_per_page * self.ps.tp_size,
                 "evictable": tree.evictable_pages if is_tree else 0,
                 "open_rows": len(allocator.memory.tables),
             }

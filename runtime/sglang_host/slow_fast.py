@@ -15,6 +15,7 @@ from fathom.runtime.decode import AS_SERVED, Entry, Outcome, Shape, SlowFast, St
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import RANDOM, Reading
 from fathom.runtime.sfi.trigger import Stretch, trigger_ids, trigger_mask
+from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.requests import alternates, policy_of
 
 if TYPE_CHECKING:
@@ -69,9 +70,10 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
         "the model has sliding-window layers": bool(runner.sliding_window_size),
         "no tokenizer is loaded": tokenizer is None,
         "streaming sessions are on": get_serving().enable_streaming_session,
-        "the model is spread over several processes": ps.tp_size > 1 or ps.pp_size > 1,
+        "the model is spread over pipeline stages": ps.pp_size > 1,
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
+    found = [reason for reason, holds in reasons.items() if holds]
+    return "; ".join(filter(None, [*found, devices.why_not(runner.model_config, ps.tp_size)]))
 
 
 def gpu_bytes(runner: "ModelRunner") -> int:
@@ -92,7 +94,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
     shape = Shape(
         layers=pool.layer_num,
         span=pool.span,
-        heads=config.num_attention_heads,
+        heads=devices.heads_of(config, runner.ps.tp_size)[0],
         kv_heads=keys.shape[1],
         head_dim=keys.shape[2],
         value_dim=values.shape[2],
@@ -101,6 +103,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
         rows=rows.shape[0],
         device=keys.device,
         memory=gpu_bytes(runner),
+        devices=runner.ps.tp_size,
     )
     vocabulary = config.vocab_size
     ids = trigger_ids(getattr(tokenizer, "backend_tokenizer", tokenizer))

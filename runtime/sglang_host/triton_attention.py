@@ -21,7 +21,7 @@ from fathom.runtime.decode import SlowFast, Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.view import Batch, SpanView, TableView
-from fathom.runtime.sglang_host import flashinfer_prefill
+from fathom.runtime.sglang_host import devices, flashinfer_prefill
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.staging import send
 
@@ -82,7 +82,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         if runs_triton(self.tables.first.slots):
-            self._warm_up(model_runner.model_config.num_attention_heads)
+            self._warm_up(devices.heads_of(model_runner.model_config, model_runner.ps.tp_size)[0])
 
     def _warm_up(self, heads: int) -> None:
         """Compile prefill's kernel for its tile sizes, so that no request waits for it (cached on disk)."""

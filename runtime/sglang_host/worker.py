@@ -311,12 +311,11 @@ class FathomWorker(TpModelWorker):
         )
         if not isinstance(self.allocator, DepthAllocator):
             return Held(dense, dense)
-        return Held(
-            self.allocator.held_pages(request) * self.model_runner.token_to_kv_pool.bytes_per_page, dense
-        )
+        page = self.model_runner.token_to_kv_pool.bytes_per_page * self.ps.tp_size
+        return Held(self.allocator.held_pages(request) * page, dense)
 
     def _kv_shape(self) -> KvShape:
         pool = self.model_runner.token_to_kv_pool
-        total = int(sum(pool.get_kv_size_bytes()))
+        total = int(sum(pool.get_kv_size_bytes())) * self.ps.tp_size
         spans = pool.spans if isinstance(pool, DepthKvPool) else 1
         return KvShape(pool.layer_num, total * spans // (pool.size + pool.page_size))

@@ -27,6 +27,8 @@ torchvision_ops.declare()
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
+from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: E402
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (  # noqa: E402
     FullCudaGraphBackend,
 )
@@ -246,6 +248,10 @@ def install():
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.is_current_stream_capturing = lambda: Graph.capturing is not None
     FullCudaGraphBackend.capture_one = capture_one
+    # There is no NCCL to change to while a graph is captured.
+    PyNcclCommunicator.change_state = lambda *_, **__: contextlib.nullcontext()
+    # A kernel whose mask the interpreter does not take.
+    VocabParallelEmbedding._use_triton_embedding = lambda *_: False
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     for place, names in ((tails.Tails, ("take", "shrink")), (speculation, ("_choose", "_judged"))):

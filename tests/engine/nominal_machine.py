@@ -77,7 +77,7 @@ SAYS = {
     "is_available": True,
     "is_initialized": True,
     "is_bf16_supported": True,
-    "device_count": 1,
+    "device_count": 2,
     "current_device": 0,
     "get_device_capability": (9, 0),
     "get_device_name": NAME,

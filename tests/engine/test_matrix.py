@@ -1,16 +1,20 @@
 """Every combination of the five mechanisms, against one oracle with explicit masks, in float32: same greedy tokens,
 log-probabilities to 1e-4, counters that show each mechanism ran, and nothing left behind.
 
-All 32 combinations are requests of one server, so they meet in its batches. Two servers: chunks of 64 on pages of 4
-tokens with prefill and decode rows in one batch; whole prompts on pages of 1.
+All 32 combinations are requests of one server, so they meet in its batches. Chunks of 64 on pages of 4 tokens with
+prefill and decode rows in one batch; whole prompts on pages of 1; and some combinations with half of the heads on
+each of two devices.
 """
 
+import dataclasses
 import itertools
 import json
+import os
 import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import greedy
 import pytest
@@ -39,6 +43,7 @@ SFI_FLAGS = (
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
 )
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "16000", *SFI_FLAGS)
+CHUNKED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4")
 
 
 def policy_of(combination):
@@ -51,12 +56,12 @@ def expected(ending_pair, triggers):
     model = LlamaForCausalLM.from_pretrained(ending_pair[0], dtype=torch.float32).eval()
     draft, known = drafted.Draft(ending_pair[1]), {}
 
-    def generate(prompt, combination):
+    def generate(prompt, combination, settings=SETTINGS):
         # Drafting changes no greedy token.
-        key = (tuple(prompt), tuple(name for name in combination if name != "drafting"))
+        key = (tuple(prompt), tuple(name for name in combination if name != "drafting"), settings)
         if key not in known:
             told = combined.of_policy(
-                policy_of(key[1]), prompt, TSP, lambda rate: draft.kept(prompt, rate), SETTINGS, triggers
+                policy_of(key[1]), prompt, TSP, lambda rate: draft.kept(prompt, rate), settings, triggers
             )
             known[key] = combined.generate(model, prompt, NEW_TOKENS, *told)
         return known[key]
@@ -169,8 +174,7 @@ def explained(ending_pair, prompt, combination, page, capsys):
 
 @pytest.fixture(scope="module")
 def chunked(start_server, ending_pair):
-    flags = ("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4")
-    return start_server(ending_pair[0], *FLAGS, *flags, *draft_flags(ending_pair[1], 0))
+    return start_server(ending_pair[0], *FLAGS, *CHUNKED, *draft_flags(ending_pair[1], 0))
 
 
 def test_one_at_a_time(chunked, ending_pair, expected, capsys):
@@ -269,3 +273,57 @@ def test_whole_prompts_four_at_once(start_server, ending_pair, expected):
     for (prompt, combination), answer in zip(jobs, answers, strict=True):
         check(expected, 1, prompt, combination, answer)
     finish(server)
+
+
+@pytest.fixture(scope="module")
+def spread(start_server, ending_pair):
+    """The model on two devices: two processes here, a core for each where there are several."""
+    cores = sorted(os.sched_getaffinity(0))
+    flags = (*FLAGS, *CHUNKED, *draft_flags(ending_pair[1], 0), "--tp-size", "2")
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    return start_server(ending_pair[0], *flags, env=binding)
+
+
+def test_two_devices_choose_the_same_tokens(spread, ending_pair, expected, capsys):
+    """Beside requests that are dropped: a device that takes back, or computes, anything else would show."""
+    there = partial(expected, settings=dataclasses.replace(SETTINGS, devices=2))
+    cases = [*zip(documents(), COMBINATIONS, strict=True)][: 1 + len(MECHANISMS)]
+    cases += [(make_prompt(7, 161), pair) for pair in (("SpecPrefill", "FastKV"), ("FastKV", "SFI"))]
+    cases += [(make_prompt(8, 142), combination) for combination in (("SPEED", "drafting"), COMBINATIONS[-1])]
+    jobs = [*cases, *((make_prompt(n, 150), COMBINATIONS[-1 - n], n) for n in range(4))]
+    random.Random(5).shuffle(jobs)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda job: (drop if len(job) == 3 else ask)(spread, *job), jobs))
+    for job, answer in zip(jobs, answers, strict=True):
+        if len(job) == 2:
+            prompt, combination = job
+            report = check(there, 4, prompt, combination, answer)
+            if "drafting" not in combination:
+                assert report["kv_bytes"] == explained(ending_pair, prompt, combination, 4, capsys)
+    settle(spread)
+
+
+@pytest.mark.parametrize("combination", [(), ("drafting",)])
+def test_two_devices_draw_the_same_tokens(spread, ending_pair, combination):
+    """Tokens drawn at random are as probable as the model says, given those before: were they other ones on the
+    other device, they would not be."""
+    prompt, temperature, new_tokens = make_prompt(6, 90), 0.7, 24
+    model = LlamaForCausalLM.from_pretrained(ending_pair[0], dtype=torch.float32).eval()
+    body = greedy.body_of(prompt, policy_of(combination), new_tokens, temperature=temperature)
+    reply = spread.client.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    assert len(tokens) == new_tokens and len(set(tokens)) > new_tokens / 2
+    assert (meta["fathom"]["draft_tokens"] > 0) == ("drafting" in combination)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    want = (logits / temperature).log_softmax(-1)[range(new_tokens), tokens]
+    got = [value for value, _, _ in meta["output_token_logprobs"]]
+    assert got == pytest.approx(want.tolist(), abs=TOLERANCE)
+
+
+def test_two_devices_leave_nothing_behind(spread):
+    settle(spread)
+    assert spread.stop() == 0
+    assert "Traceback" not in spread.log.read_text()

@@ -34,6 +34,7 @@ class Settings:
     alpha_cross: float = 0.35
     temperature: float = 2.0
     eps: float = 1e-8
+    devices: int = 1  # that have as many heads each; only the heads of one compete
 
 
 def settings_of(config, selector, seeded: bool = False) -> Settings:
@@ -110,10 +111,11 @@ def selector(
         return [[] for _ in logits]
     own = slice(candidates.start, candidates.stop)
     fused = [fused_score(rows[:, own], n[own], s)[0] for rows, n in zip(logits, norms, strict=True)]
-    chosen = []
-    for z in refined_scores(fused, s):
-        best = torch.argsort(z, descending=True, stable=True)[: s.k]
-        chosen.append(sorted(candidates.start + int(j) for j in best))
+    chosen, size = [], len(fused) // s.devices
+    for device in range(s.devices):
+        for z in refined_scores(fused[device * size : (device + 1) * size], s):
+            best = torch.argsort(z, descending=True, stable=True)[: s.k]
+            chosen.append(sorted(candidates.start + int(j) for j in best))
     return chosen
 
 

@@ -1,0 +1,50 @@
+"""What the devices that share a model agree on (tensor parallelism).
+
+Each device has some of the heads, so it sees a part of what SpecPrefill and FastKV choose tokens by. These scores
+are brought together; everything else that decides where a token goes is equal on all devices: the host's plans, the
+logits, and the tokens drawn from them. What a KV head keeps or reads is its own device's business.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+
+def heads_of(config: "ModelConfig", devices: int) -> tuple[int, int]:
+    """Query heads and KV heads on each of so many devices; where there are fewer KV heads, one is on several."""
+    return config.num_attention_heads // devices, config.get_num_kv_heads(devices)
+
+
+def why_not(config: "ModelConfig", devices: int) -> str:
+    """Why KV heads cannot choose for themselves; "" where they can.
+
+    A KV head that is on several devices would keep other entries on each.
+    """
+    heads = config.get_total_num_kv_heads()
+    return f"{devices} devices share {heads} KV heads" if devices > heads else ""
+
+
+def largest(values: torch.Tensor) -> torch.Tensor:
+    """The maximum over all devices, element by element; ``values`` is changed."""
+    if (devices := _devices()) is not None:
+        distributed.all_reduce(values, distributed.ReduceOp.MAX, group=devices)
+    return values
+
+
+def mean(values: torch.Tensor) -> torch.Tensor:
+    """The mean over all devices, element by element; ``values`` is changed."""
+    if (devices := _devices()) is not None:
+        distributed.all_reduce(values, group=devices)
+        values /= devices.size()
+    return values
+
+
+def _devices() -> distributed.ProcessGroup | None:
+    """Those that share the model; None where it is on one."""
+    from sglang.srt.runtime_context import get_parallel  # absent where kernels are tried alone
+
+    return get_parallel().tp_group.device_group if get_parallel().tp_size > 1 else None
