@@ -26,10 +26,11 @@ def graphs(monkeypatch):
     return decode
 
 
-def worker(layers, kv_heads=8, head_dim=128, vocabulary=1000):
+def worker(layers, kv_heads=8, head_dim=128, vocabulary=1000, devices=1):
+    ps = SimpleNamespace(tp_size=devices)
     config = SimpleNamespace(
         num_attention_heads=32,
-        get_num_kv_heads=lambda tp: kv_heads,
+        get_num_kv_heads=lambda tp: kv_heads // tp,
         head_dim=head_dim,
         v_head_dim=head_dim,
         context_len=32768,
@@ -42,8 +43,9 @@ def worker(layers, kv_heads=8, head_dim=128, vocabulary=1000):
         kv_cache_dtype=torch.bfloat16,
         model_config=config,
         device="cpu",
+        ps=ps,
     )
-    return SimpleNamespace(model_config=config, model_runner=runner, ps=SimpleNamespace(tp_size=1))
+    return SimpleNamespace(model_config=config, model_runner=runner, ps=ps)
 
 
 @pytest.fixture
@@ -70,6 +72,16 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     # Two virtual slots where there was one per span.
     assert drafted.per_token == tables - 4 * 2 * 4 + 2 * slot
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
+
+
+def test_each_of_two_gpus_counts_its_own_heads(layout, graphs):
+    """Compact buffers and evidence fill their budgets on either."""
+    graphs.backend, graphs.bs = Backend.FULL, [100]
+    one = gpu_memory.reserve_of(worker(32), worker(16))
+    two = gpu_memory.reserve_of(worker(32, devices=2), worker(16, devices=2))
+    slot, queries = 2 * 16 * 8 * 128 * 2, 100 * 16 * 32 * 128 * 2
+    assert one.per_token - two.per_token == 2 * slot // 2
+    assert one.fixed - two.fixed == SCRATCH_SLOTS * slot // 2 + queries // 2
 
 
 def test_compact_buffers_may_take_a_tenth_of_a_gpu(layout, monkeypatch):

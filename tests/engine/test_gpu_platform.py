@@ -71,7 +71,7 @@ REFUSED = {
     ("--cuda-graph-backend-decode", "breakable"): "a decode step is captured as a whole",
     ("--cuda-graph-config", '{"prefill":{"backend":"full"}}'): "prefill drops rows between layers",
     ("--sampling-backend", "flashinfer"): "SGLang's PyTorch sampler",
-    ("--tp-size", "2"): "needs one GPU",
+    ("--pp-size", "2"): "a model is spread over GPUs by --tp-size",
     ("--device", "cpu"): "needs --device cuda",
 }
 BUILD = """
@@ -115,7 +115,7 @@ def run(script, *arguments):
 @pytest.fixture(scope="module")
 def built(tiny_model):
     """SGLang's arguments as resolved, or why they were refused, by flags."""
-    asked = [("--page-size", "16"), ("--disable-cuda-graph",), *REFUSED]
+    asked = [("--page-size", "16"), ("--disable-cuda-graph",), ("--tp-size", "2"), *REFUSED]
     return dict(zip(asked, json.loads(run(BUILD, str(tiny_model), json.dumps(asked))), strict=True))
 
 
@@ -124,6 +124,7 @@ def test_what_is_asked_of_sglang(built):
     want = ["cuda", "fathom_triton", "pytorch", False, "full", "disabled", 16, None]
     assert built["--page-size", "16"] == want
     assert built[("--disable-cuda-graph",)][4:6] == ["disabled", "disabled"]
+    assert built["--tp-size", "2"] == [*want[:6], 1, None]
 
 
 @pytest.mark.parametrize("flags", REFUSED)
