@@ -258,12 +258,12 @@ class SlowFast:
         return recent, 0 if reading.rule == NONE else selected, seed
 
     def report(self) -> dict:
-        """Buffers and counters (JSON-safe)."""
+        """Buffers, their bytes on all devices, and counters (JSON-safe)."""
         return {
             "buffers": self.runs.count,
             "buffers_in_use": len(self.runs),
-            "buffer_bytes": self.runs.shape.bytes,
-            "total_bytes": self.runs.total_bytes,
+            "buffer_bytes": self.runs.shape.bytes * self.shape.devices,
+            "total_bytes": self.runs.total_bytes * self.shape.devices,
             "refresh_seconds": self.refresh_seconds,
         } | self.totals
 

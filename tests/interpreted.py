@@ -4,6 +4,7 @@ Short prompts, few tokens, every mechanism alone and all together, in float32: s
 to 1e-4.
 """
 
+import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,11 +49,12 @@ def ask_all(server, names):
 
 
 class Oracle:
-    """Answers of a target and its draft, with explicit masks."""
+    """Answers of a target and its draft, with explicit masks; the target on several devices if asked."""
 
-    def __init__(self, target, draft, triggers):
+    def __init__(self, target, draft, triggers, devices=1):
         self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.draft, self.triggers = drafted.Draft(draft), triggers
+        self.settings = dataclasses.replace(SETTINGS, devices=devices)
 
     def check(self, name, answer, tokens=NEW_TOKENS, tolerance=TOLERANCE):
         """An answer of ``tokens`` is as it has to be; the account that came with it."""
@@ -66,7 +68,7 @@ class Oracle:
             prompt,
             TSP,
             lambda rate: self.draft.kept(prompt, rate, steps=steps),
-            SETTINGS,
+            self.settings,
             self.triggers,
         )
         want = combined.generate(self.model, prompt, tokens, *told)

@@ -247,13 +247,13 @@ class DraftSide:
         self.totals.prompt_tokens_kept += len(selection.tokens)
 
     def report(self) -> dict[str, Any]:
-        """For the engine's state (JSON-safe)."""
-        keys, values = self.model.pool.get_kv_size_bytes()
+        """For the engine's state (JSON-safe); bytes are those of all devices."""
+        devices, sizes = self.model.runner.ps.tp_size, self.model.pool.get_kv_size_bytes()
         return {
             "model": self.model.runner.model_config.model_path,
             "layers": self.model.pool.layer_num,
             "slots": self.model.scratch - self.model.pool.page_size,
-            "kv_bytes": int(keys + values),
+            "kv_bytes": int(sum(sizes)) * devices,
             "requests": len(self.states),
             "step_cost": self.cost,
             "placed_lists": self.model.placed_lists,
