@@ -292,11 +292,12 @@ class FathomWorker(TpModelWorker):
             account.propagated_tokens = None if job.selected is None else len(job.selected)
             self.ledger.scored(account, job.scoring_seconds)
             return
-        if not plan.dense and plan.retention is None and plan.propagation is None:
-            per_span = tokens_per_span(plan, prompt)
-            account.climbed(per_span, per_span)
+        if plan.dense or plan.retention is not None or plan.propagation is not None:
+            return
+        per_span = tokens_per_span(plan, prompt)
+        account.climbed(per_span, per_span)
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
-        if selection is not None and plan.propagation is None:
+        if selection is not None:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
             kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
             per_span = [kept] * lower + [deep] * (plan.spans - lower)

@@ -29,7 +29,7 @@ FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000")
 SERVERS = {
     "whole": ("--chunked-prefill-size", "-1"),
     "mixed": ("--chunked-prefill-size", "64", "--enable-mixed-chunk"),
-    "retracting": ("--chunked-prefill-size", "256", "--page-size", "4"),
+    "retracting": ("--chunked-prefill-size", "64", "--page-size", "4"),
 }
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 
@@ -386,3 +386,16 @@ def test_system_text_of_a_chat_is_kept(servers):
     assert reports[0]["prompt_tokens"] == reports[1]["prompt_tokens"]
     assert plain < 0.2 * reports[1]["prompt_tokens"]
     assert plain + 100 < protected < reports[0]["prompt_tokens"]
+
+
+def test_what_stays_is_counted_once(servers):
+    """Prompts that end within a chunk, and answers that begin the next one each time a request starts again."""
+    prompts, policy = [make_prompt(n, 100) for n in range(3)], KEEP | {"kv_retention_rate": 0.3}
+    once, again = (
+        [answer["meta_info"]["fathom"] for answer in ask(servers(name), prompts, policy, 90)]
+        for name in ("whole", "retracting")
+    )
+    assert max(report["prefill_steps"] for report in again) > 1
+    for name in ("kept_tokens", "retained_tokens", "deep_tokens"):
+        assert [report[name] for report in again] == [report[name] for report in once]
+    assert all(report["retained_tokens"] < report["kept_tokens"] < 100 for report in once)
