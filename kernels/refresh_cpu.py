@@ -29,7 +29,7 @@ def stable_top_k_cpu(
     indices = torch.empty((*scores.shape[:-1], width), dtype=torch.int32)
     _top_k()(
         scores.reshape(rows, n).view(torch.int32).numpy(),
-        *(numbers.reshape(rows).numpy() for numbers in (begin, end, counts)),
+        *(numbers.reshape(rows).contiguous().numpy() for numbers in (begin, end, counts)),
         indices.view(rows, width).numpy(),
     )
     return indices

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.kernels import refresh_cpu
 from fathom.kernels.stable_top_k import stable_top_k, stable_top_k_reference
 
 
@@ -52,3 +53,12 @@ def test_one_range_may_stand_for_all_rows():
     none, two, three = torch.tensor([0, 2, 3])
     indices, counts = stable_top_k(scores, none, three, two, 2)
     assert indices.tolist() == [[0, 2], [1, 2]] and counts.tolist() == [2, 2]
+
+
+def test_the_cpu_kernel_is_compiled_once_for_ranges_of_all_rows_or_of_each():
+    """A request would wait for another one, seconds."""
+    scores, numbers = torch.rand(3, 8), torch.tensor([0, 8, 4])
+    stable_top_k(scores, *numbers, 4)
+    stable_top_k(scores, *(numbers.view(3, 1).expand(3, 3).contiguous()), 4)
+    stable_top_k(scores[:1], *numbers, 4)
+    assert len(refresh_cpu._top_k().signatures) == 1
