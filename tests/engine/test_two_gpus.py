@@ -1,29 +1,30 @@
-"""A model on two GPUs in name only, half of its heads on each: they choose the same tokens.
+"""A model in float16 on two GPUs in name only, half of its heads on each: they choose the same tokens.
 
-NCCL is Gloo here, and what either captures are its own operations.
+In float16 SGLang's layers for CUDA serve, which take no float32. Their compiled kernels are PyTorch here
+(``nominal_machine.py``); how SGLang calls them is its own. Gloo takes NCCL's place, in captured steps too.
 """
 
 import interpreted
 import pytest
-from interpreted import POLICIES, Oracle, ask_all
+from interpreted import MECHANISMS, Oracle, ask_all
+
+TOLERANCE = 0.06
+"""Of a log-probability: eleven bits through four layers."""
 
 
 @pytest.fixture(scope="module")
-def server(start_nominal, ending_pair):
-    return start_nominal(*ending_pair, *interpreted.FLAGS, "--cuda-graph-bs-decode", "4", "--tp-size", "2")
+def server(start_nominal, tiny_model, close_draft):
+    flags = "--dtype", "float16", "--cuda-graph-bs-decode", "4", "--tp-size", "2"
+    return start_nominal(tiny_model, close_draft, *interpreted.FLAGS, *flags)
 
 
-def test_answers_are_the_oracles(server, ending_pair, triggers):
-    expected = Oracle(*ending_pair, triggers, devices=2)
-    before = server.engine()
-    answers = ask_all(server, list(POLICIES))
-    reports = {name: expected.check(name, answer) for name, answer in answers.items()}
-    dense = reports["dense"]["kept_tokens"]
-    assert all(
-        reports[name]["kept_tokens"] < dense for name in ("SPEED", "SpecPrefill", "FastKV", "everything")
-    )
+def test_answers_are_the_oracles_but_for_rounding(server, tiny_model, close_draft, triggers):
+    expected = Oracle(tiny_model, close_draft, triggers, devices=2)
+    answers = ask_all(server, list(MECHANISMS))
+    reports = {name: expected.check(name, answer, tolerance=TOLERANCE) for name, answer in answers.items()}
+    whole = reports["dense"]["kept_tokens"]
+    assert all(reports[name]["kept_tokens"] < whole for name in ("SPEED", "SpecPrefill", "FastKV"))
     assert reports["SFI"]["fast_steps"] and reports["drafting"]["draft_tokens"]
-    after = server.engine()
-    assert after["lacking"] == before["lacking"] == {}
-    assert sum(after["replayed_steps"].values()) > sum(before["replayed_steps"].values())
-    assert after["open_accounts"] == after["kv_pool"]["depth_pages"]["held"] == 0
+    engine = server.engine()
+    assert engine["lacking"] == {} and engine["replayed_steps"]["dense"]
+    assert engine["open_accounts"] == engine["kv_pool"]["depth_pages"]["held"] == 0
