@@ -6,7 +6,9 @@ conversion at compile time, so one kernel source serves the three dtypes.
 """
 
 import ctypes
+import logging
 import os
+from importlib import import_module
 from typing import Any
 
 import numba
@@ -18,13 +20,34 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+logger = logging.getLogger(__name__)
+
 # One pool of threads for PyTorch's operators and Numba's kernels: PyTorch's OpenMP library is in the global scope,
 # where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other's
-# compute. Where PyTorch brings no such library, threads of the workqueue layer at least sleep while they wait; that
-# layer takes one caller at a time, which holds because a kernel keeps the GIL.
+# compute. Without that, threads of the workqueue layer at least sleep while they wait; that layer takes one caller
+# at a time, which holds because a kernel keeps the GIL.
 _OPENMP = ctypes.CDLL(None)
+
+
+def threading_layer() -> str:
+    """Numba's layer of threads for this machine: ``omp``, or ``workqueue`` where it cannot be, with a warning."""
+    if not hasattr(_OPENMP, "GOMP_parallel"):
+        return "workqueue"
+    try:
+        import_module("numba.np.ufunc.omppool")
+    except ImportError as error:
+        # It is linked with the system's library by a file name that PyTorch's copy of it has not.
+        logger.warning(
+            "Numba and PyTorch will not share their threads, which makes steps slower; install libgomp (Debian: "
+            "libgomp1): %s",
+            error,
+        )
+        return "workqueue"
+    return "omp"
+
+
 if "NUMBA_THREADING_LAYER" not in os.environ:
-    numba.config.THREADING_LAYER = "omp" if hasattr(_OPENMP, "GOMP_parallel") else "workqueue"
+    numba.config.THREADING_LAYER = threading_layer()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

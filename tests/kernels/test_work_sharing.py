@@ -1,5 +1,8 @@
 """Tasks that threads take over from each other: each is done once, whoever is late."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -63,3 +66,23 @@ def test_even_shares():
             shares = even_shares(tasks, threads)
             sizes = np.diff(shares)
             assert shares[0] == 0 and shares[-1] == tasks and sizes.max() - sizes.min() <= 1
+
+
+WITHOUT_LIBGOMP = """
+import sys
+sys.modules["numba.np.ufunc.omppool"] = None  # cannot be imported
+import numba, torch
+from fathom.kernels import silu_and_mul
+x = torch.randn(64, 2048)
+gate, up = x.chunk(2, -1)
+assert torch.allclose(silu_and_mul.silu_and_mul(x), torch.nn.functional.silu(gate) * up, atol=1e-5)
+print(numba.threading_layer())
+"""
+
+
+def test_without_the_systems_openmp_kernels_run_and_say_what_to_install():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBGOMP], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "workqueue\n", done.stderr
+    assert "install libgomp (Debian: libgomp1)" in done.stderr
