@@ -15,7 +15,7 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, flags, memory_flags, quiet
+from fathom.server import admission, checks, config_file, flags, memory_flags, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -23,6 +23,7 @@ from fathom.server.profile import Profile
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
+MODEL_OPTIONS = ("--model-path", "--model", "--demo")
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
@@ -82,6 +83,12 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    result.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="YAML mapping of options, these and SGLang's (preset: balanced); the command line wins over it",
+    )
     model = result.add_argument_group("model")
     model.add_argument("--model-path", "--model", metavar="MODEL", help="folder, or name on Hugging Face")
     model.add_argument("--demo", action="store_true", help="serve the small model that comes with Fathom")
@@ -126,7 +133,6 @@ def parser() -> Parser:
 def _engine_parser() -> Parser:
     """The options of SGLang that are looked at before SGLang is loaded."""
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
-    result.add_argument("--config")
     result.add_argument("--speculative-draft-model-path")
     for flag in ENGINE_DEFAULTS:
         result.add_argument(flag)
@@ -142,8 +148,16 @@ def plan(argv: list[str]) -> Plan:
         SystemExit: from the parser.
     """
     positional = argv[0] if argv and not argv[0].startswith("-") else None
-    own, passed_on = parser().parse_known_args(argv[1:] if positional else argv)
-    engine = _engine_options(passed_on)
+    words = argv[1:] if positional else argv
+    own, passed_on = parser().parse_known_args(words)
+    models = _models(own, positional)
+    if own.config is not None:
+        if len(own.config) > 1:
+            raise StartError("give only one --config")
+        in_file = config_file.words(own.config[0], MODEL_OPTIONS if models else ())
+        own, passed_on = parser().parse_known_args([*in_file, *words])
+        models = models or _models(own)
+    engine, _ = _engine_parser().parse_known_args(passed_on)
     checks.refuse_bypass(engine)
     if error := memory_flags.problem(own):
         raise StartError(error)
@@ -160,15 +174,13 @@ def plan(argv: list[str]) -> Plan:
         sfi = sfi_options.from_arguments(own)
     except ValueError as error:
         raise StartError(str(error)) from None
-    models = [value for value in (positional, own.model_path, own.demo or None) if value is not None]
-    models = models or [value for value in [getattr(engine, "model_path", None)] if value is not None]
     if len(models) != 1:
         problem = "give a model" if not models else "give only one model"
         raise StartError(f"{problem}: MODEL, --model-path MODEL, or --demo")
     model = str(checks.demo_model()) if own.demo else models[0]
     name = engine.served_model_name or (DEMO_NAME if own.demo else model)
-    host = own.host or getattr(engine, "host", DEFAULT_HOST)
-    port = own.port if own.port is not None else getattr(engine, "port", DEFAULT_PORT)
+    host = own.host or DEFAULT_HOST
+    port = own.port if own.port is not None else DEFAULT_PORT
     draft = _draft(own, engine)
     fixed = ["--model-path", model, "--host", host, "--port", str(port)]
     if draft is not None and engine.speculative_draft_model_path is None:
@@ -199,6 +211,11 @@ def plan(argv: list[str]) -> Plan:
     )
 
 
+def _models(own: argparse.Namespace, positional: str | None = None) -> list[Any]:
+    """The models that are named, which should be one."""
+    return [value for value in (positional, own.model_path, own.demo or None) if value is not None]
+
+
 def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
     """The draft model, by our name for the option or by SGLang's; the demo brings its own.
 
@@ -209,27 +226,6 @@ def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
     if len(given) > 1:
         raise StartError("give --draft-model-path or --speculative-draft-model-path, not both")
     return given[0] if given else str(checks.demo_model("draft")) if own.demo else None
-
-
-def _engine_options(words: list[str]) -> argparse.Namespace:
-    """SGLang's options as far as they matter here: from its configuration file, overridden by the flags."""
-    found, _ = _engine_parser().parse_known_args(words)
-    if found.config is None:
-        return found
-    import yaml
-
-    try:
-        with open(found.config) as file:
-            content = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise StartError(f"--config {found.config}: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise StartError(f"--config {found.config}: must hold a mapping of options")
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if getattr(found, name, None) is None:
-            setattr(found, name, value)
-    return found
 
 
 def _missing(engine: argparse.Namespace, name: str) -> list[str]:

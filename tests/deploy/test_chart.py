@@ -144,7 +144,7 @@ def test_sglang_has_the_options_and_the_routes(release):
     """By name, in the installed SGLang's text: importing it would take longer than all other tests here."""
     package = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
     fields = " ".join(path.read_text() for path in (package / "arg_groups" / "fields").rglob("*.py"))
-    own = {word for action in serve.parser()._actions for word in action.option_strings} | {"--config"}
+    own = {word for action in serve.parser()._actions for word in action.option_strings}
     routes = (package / "entrypoints" / "http_server.py").read_text()
     for _, spec in component(release, "server") + component(release, "worker"):
         container = spec["containers"][0]

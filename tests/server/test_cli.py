@@ -270,24 +270,6 @@ def test_the_operators_preset_waits_for_the_model(model):
         face.learn(Limits(16, 4))
 
 
-def test_sglangs_configuration_file_is_respected(model, tmp_path, capsys):
-    file = tmp_path / "server.yaml"
-    file.write_text(f"model-path: {model}\nport: 31777\nlog_level: info\n")
-    work = serve.plan(["--config", str(file)])
-    assert (work.model, work.host, work.port) == (str(model), "127.0.0.1", 31777)
-    assert "--config" in work.engine_flags and "warning" not in work.engine_flags
-    assert serve.plan(["--config", str(file), "--port", "31778"]).port == 31778
-    file.write_text("grpc-mode: true")
-    assert cli.main(["serve", str(model), "--config", str(file)]) == 2
-    assert "--grpc-mode is not supported" in capsys.readouterr().err
-    for content, message in (("[", "--config"), ("- a", "must hold a mapping"), (None, "No such file")):
-        file.unlink()
-        if content:
-            file.write_text(content)
-        assert cli.main(["serve", str(model), "--config", str(file)]) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_being_stopped_while_loading_is_no_error(model, number):
     command = [

@@ -1,0 +1,93 @@
+"""``--config FILE``: Fathom's options and SGLang's, over defaults and under the command line."""
+
+import pytest
+
+from fathom.runtime.sglang_host import engine_args
+from fathom.server import checks, cli, serve
+
+MODEL = str(checks.demo_model())
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that writes the file; its path."""
+
+    def to_file(content: str) -> str:
+        (tmp_path / "server.yaml").write_text(content)
+        return str(tmp_path / "server.yaml")
+
+    return to_file
+
+
+def arguments(*words):
+    """SGLang's arguments of a command line."""
+    return engine_args.build(serve.plan(list(words)).engine_flags)
+
+
+def test_the_file_counts_where_the_command_line_says_nothing(write):
+    file = write(f"model-path: {MODEL}\nport: 31777\nlog_level: info\n")
+    work = serve.plan(["--config", file])
+    assert (work.model, work.host, work.port) == (MODEL, "127.0.0.1", 31777)
+    assert "warning" not in work.engine_flags
+    assert serve.plan(["--config", file, "--port", "31778"]).port == 31778
+    assert serve.plan(["--demo", "--config", file]).name == serve.DEMO_NAME
+    assert serve.plan(["other", "--config", file]).model == "other"
+    assert serve.plan(["--config", write("demo: true")]).name == serve.DEMO_NAME
+
+
+@pytest.mark.parametrize("given", [("--config", "{}"), ("--config={}",)], ids=" ".join)
+def test_keys_in_the_file_close_the_server(write, given):
+    file = write("api-key: secret\nadmin-api-key: other\n")
+    built = arguments(MODEL, *(word.format(file) for word in given))
+    assert (built.api_key, built.admin_api_key) == ("secret", "other")
+
+
+def test_the_file_wins_over_the_defaults_of_a_cpu(write):
+    file = write(
+        "max-total-tokens: 5000\nchunked_prefill_size: 128\nenable-cache-report: true\ndisable-radix-cache: false\n"
+        "prompt-tokens-buckets: [custom, 10, 20]\ncontext-length: null\n"
+    )
+    built = arguments(MODEL, "--config", file)
+    assert (built.max_total_tokens, built.chunked_prefill_size) == (5000, 128)
+    assert built.enable_cache_report and not built.disable_radix_cache
+    assert built.prompt_tokens_buckets == ["custom", "10", "20"]
+    assert arguments(MODEL, "--config", file, "--max-total-tokens", "6000").max_total_tokens == 6000
+
+
+def test_the_file_is_seen_by_the_rules_of_a_gpu(write):
+    flags = serve.plan([MODEL, "--config", write("attention-backend: triton")]).engine_flags
+    assert "fathom_triton" not in engine_args.with_gpu_rules(flags)
+
+
+def test_fathoms_options_in_the_file(write):
+    file = write("preset: turbo\nspeculative: false\nmax-in-flight: 7\ngpu-depth-pages: true\n")
+    work = serve.plan([MODEL, "--config", file])
+    assert work.face.asked == {"preset": "turbo", "speculative": False}
+    assert work.gate.max_in_flight == 7 and work.gpu_depth_pages
+    overridden = serve.plan([MODEL, "--config", file, "--preset", "balanced", "--speculative"])
+    assert overridden.face.asked == {"preset": "balanced", "speculative": True}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("grpc-mode: true", "--grpc-mode is not supported"),
+        ("tokenizer-worker-num: 2", "--tokenizer-worker-num 2 is not supported"),
+        ("preset: fast", "--preset must be one of"),
+        ("[", "server.yaml: "),
+        ("- a", "must hold a mapping"),
+        ("config: other.yaml", "must not name another file"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(write, capsys, content, message):
+    assert cli.main(["serve", MODEL, "--config", write(content)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and shown.count("\n") == 1
+
+
+def test_one_file_that_exists(write, tmp_path, capsys):
+    assert cli.main(["serve", MODEL, "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    file = write("preset: exact")
+    assert cli.main(["serve", MODEL, "--config", file, f"--config={file}"]) == 2
+    assert "give only one --config" in capsys.readouterr().err
