@@ -55,7 +55,8 @@ class Plan:
         name: name under which it is served.
         host, port: where to listen.
         draft: draft model, or None.
-        engine_flags: SGLang's flags.
+        draft_given: whether the operator named it; the demo's own can be left out.
+        engine_flags: SGLang's flags, the draft's left out.
         face: policy and limits of the HTTP side.
         gate: how many requests are let in, and how long the last ones may take.
         verbose: whether to show tracebacks.
@@ -67,6 +68,7 @@ class Plan:
     host: str
     port: int
     draft: str | None
+    draft_given: bool
     engine_flags: list[str]
     face: Face
     gate: Gate
@@ -183,14 +185,13 @@ def plan(argv: list[str]) -> Plan:
     port = own.port if own.port is not None else DEFAULT_PORT
     draft = _draft(own, engine)
     fixed = ["--model-path", model, "--host", host, "--port", str(port)]
-    if draft is not None and engine.speculative_draft_model_path is None:
-        fixed += ["--speculative-draft-model-path", draft]
     return Plan(
         model=model,
         name=name,
         host=host,
         port=port,
-        draft=draft,
+        draft=draft or (str(checks.demo_model("draft")) if own.demo else None),
+        draft_given=draft is not None,
         engine_flags=[*fixed, *passed_on, *_missing(engine, name)],
         face=Face(
             asked=asked,
@@ -217,7 +218,7 @@ def _models(own: argparse.Namespace, positional: str | None = None) -> list[Any]
 
 
 def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
-    """The draft model, by our name for the option or by SGLang's; the demo brings its own.
+    """The draft model that is named, by our name for the option or by SGLang's.
 
     Raises:
         StartError: when both names are used.
@@ -225,7 +226,7 @@ def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
     given = [value for value in (own.draft_model_path, engine.speculative_draft_model_path) if value]
     if len(given) > 1:
         raise StartError("give --draft-model-path or --speculative-draft-model-path, not both")
-    return given[0] if given else str(checks.demo_model("draft")) if own.demo else None
+    return given[0] if given else None
 
 
 def _missing(engine: argparse.Namespace, name: str) -> list[str]:
@@ -258,16 +259,42 @@ def main(argv: list[str]) -> NoReturn:
     from fathom.runtime.sglang_host import torchvision_ops
 
     torchvision_ops.declare()
-    if work.draft is not None:
-        checks.check_draft(work.model, work.draft)
+    work = _with_fitting_draft(work)
     print(f"Fathom is loading {work.name} ...", flush=True)
     if not work.verbose:
         quiet.hush_server()
     _verify_seams()
-    server_args = _server_args(work.engine_flags)
+    draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
+    server_args = _server_args([*work.engine_flags, *draft_flags])
     checks.refuse_bypass(server_args)
     _learn_limits(work.face, server_args, work.draft is not None)
     _run(work, server_args)
+
+
+def _with_fitting_draft(work: Plan) -> Plan:
+    """The plan; without the demo's draft on a machine whose KV is not in depth pages.
+
+    Raises:
+        StartError: for a draft that the operator named and that cannot be had, or does not fit the model.
+    """
+    if work.draft is None:
+        return work
+    if not _has_depth_pages():
+        needed = "KV in depth pages: on an NVIDIA GPU, start with --gpu-depth-pages"
+        if work.draft_given:
+            raise StartError(f"--draft-model-path needs {needed}")
+        print(f"Fathom leaves out the demo's draft model, which needs {needed}", flush=True)
+        return replace(work, draft=None)
+    checks.check_draft(work.model, work.draft)
+    return work
+
+
+def _has_depth_pages() -> bool:
+    from sglang.srt.platforms import current_platform  # first: it loads our plugin
+
+    from fathom.runtime.sglang_host.platform import DepthPagePlatform
+
+    return isinstance(current_platform, DepthPagePlatform)
 
 
 def _verify_seams() -> None:

@@ -16,6 +16,7 @@ from sglang.srt.platforms import (
 )
 from sglang.srt.runtime_context import get_resources
 
+from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import engine_args, gpu_streams, platform
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
 
@@ -207,6 +208,34 @@ INSTALL = """
 def test_what_is_put_in_sglangs_places():
     """In a process of its own, as the engine is; no CPU kernel takes the place of an operator."""
     assert run(INSTALL) == "installed"
+
+
+SERVE = """
+    import sys, torch
+    torch.accelerator.is_available = torch.cuda.is_available = lambda: True
+    torch.version.cuda = "13.0"
+    from fathom.runtime.sglang_host import torchvision_ops
+    torchvision_ops.declare()
+    from fathom.server import checks, cli, serve
+    work = serve._with_fitting_draft(serve.plan(["--demo"]))
+    assert work.draft is None, work
+    target, draft = (str(checks.demo_model(name)) for name in ("target", "draft"))
+    print("code", cli.main(["serve", target, "--draft-model-path", draft, "--port", sys.argv[1]]))
+"""
+
+
+def test_a_draft_needs_depth_pages():
+    """Without them the demo leaves its own out, and one that was named is refused before anything is loaded."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SERVE), str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {GPU_DEPTH_PAGES: "0"},
+    )
+    said, code = ran.stdout.splitlines()
+    assert said.startswith("Fathom leaves out the demo's draft model") and code == "code 2", ran.stderr
+    assert "--draft-model-path needs KV in depth pages" in ran.stderr and "--gpu-depth-pages" in ran.stderr
 
 
 def test_it_is_off_unless_asked_for():

@@ -205,14 +205,22 @@ def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     ours = serve.plan([str(target), "--draft-model-path", str(other)])
     sglangs = serve.plan([str(target), "--speculative-draft-model-path", str(other)])
     assert ours.draft == sglangs.draft == str(other)
-    for found in (ours, sglangs):
-        assert found.engine_flags.count("--speculative-draft-model-path") == 1
+    assert ours.draft_given and sglangs.draft_given
     with pytest.raises(StartError, match="not both"):
         serve.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
 
 
 def test_the_demo_brings_its_draft():
-    assert serve.plan(["--demo"]).draft == str(checks.demo_model("draft"))
+    work = serve.plan(["--demo"])
+    assert work.draft == str(checks.demo_model("draft")) and not work.draft_given
+    assert serve._with_fitting_draft(work) is work
+
+
+def test_without_depth_pages_the_demo_leaves_its_draft_out(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "_has_depth_pages", lambda: False)
+    assert serve._with_fitting_draft(serve.plan(["--demo"])).draft is None
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 1 and "leaves out the demo's draft" in shown and "--gpu-depth-pages" in shown
 
 
 def test_the_draft_is_refused_by_the_command(tmp_path):
