@@ -31,8 +31,9 @@ CASES = {
         "gpu": {"count": 4, "runtimeClassName": "nvidia"},
         "parallel": {"tensorSize": 4},
         "replicas": 3,
-        "server": {"contextLength": 131072, "maxRunningRequests": 32, "extraArgs": ["--log-level", "info"]},
+        "server": {"contextLength": 131072, "maxRunningRequests": 32, "extraArgs": ["--gpu-depth-pages"]},
         "auth": {"existingSecret": "keys"},
+        "cache": {"accessModes": ["ReadWriteMany"]},
         "autoscaling": {"enabled": True},
         "monitoring": MONITORED,
         "router": {"enabled": True},
@@ -120,10 +121,17 @@ def test_the_schema_check_can_fail():
 def test_selectors_find_the_serving_pods_only(release):
     for labels, _ in component(release, "worker") + component(release, "router"):
         assert not matches(release["Service/demo"]["spec"]["selector"], labels)
-        assert not matches(release["PodDisruptionBudget/demo"]["spec"]["selector"]["matchLabels"], labels)
     ((labels, _),) = component(release, "server")
     assert matches(release["Service/demo"]["spec"]["selector"], labels)
-    assert matches(release["PodDisruptionBudget/demo"]["spec"]["selector"]["matchLabels"], labels)
+
+
+def test_disruptions_are_limited_for_every_pod_that_holds_a_part_of_the_model(release):
+    selector = release["PodDisruptionBudget/demo"]["spec"]["selector"]
+    (asked,) = selector["matchExpressions"]
+    assert asked["operator"] == "In"
+    for labels, _ in pods(release):
+        found = matches(selector["matchLabels"], labels) and labels[asked["key"]] in asked["values"]
+        assert found == (labels["app.kubernetes.io/component"] != "router")
 
 
 def matches(selector: dict, labels: dict) -> bool:
@@ -157,9 +165,19 @@ def test_sglang_has_the_options_and_the_routes(release):
 
 def test_a_pod_has_time_to_drain(release):
     values = yaml.safe_load((CHART / "values.yaml").read_text())
+    drain = values["server"]["drainSeconds"]
     for _, spec in component(release, "server"):
         stop = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert spec["terminationGracePeriodSeconds"] >= stop + values["server"]["drainSeconds"] + 20
+        assert spec["terminationGracePeriodSeconds"] >= stop + drain + 20
+    for _, worker in component(release, "worker"):  # computes for its leader until that has drained
+        lasts = worker["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert stop + drain <= lasts <= worker["terminationGracePeriodSeconds"] - 20
+
+
+def test_a_rollout_may_take_as_long_as_a_pods_start():
+    spec = render({"probes": {"startupMinutes": 45}})["Deployment/demo"]["spec"]
+    probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"] == 45 * 60
 
 
 def test_pods_run_without_privileges(release):
@@ -230,10 +248,43 @@ def test_the_router_finds_the_servers():
         {"replica": 3},
         {"server": {"maxInFlight": 0}},
         {"parallel": {"tensorSize": 12}, "gpu": {"count": 8}},
+        {"monitoring": {"rules": {"enable": True}}},
+        {"monitoring": {"serviceMonitor": {"interva": "5s"}}},
+        {"model": {"path": "org/m", "draft": "org/d"}},
+        {"policy": {"preset": "turbo"}},
+        {"replicas": 2},
+        {"autoscaling": {"enabled": True}},
+        {"parallel": {"tensorSize": 16}, "gpu": {"count": 8}},
     ],
-    ids=["preset", "unknown value", "no requests", "uneven nodes"],
+    ids=[
+        "preset",
+        "unknown value",
+        "no requests",
+        "uneven nodes",
+        "unknown value of the rules",
+        "unknown value of the monitor",
+        "draft without depth pages",
+        "preset without depth pages",
+        "cache of one node for two replicas",
+        "cache of one node for more replicas",
+        "cache of one node for several nodes",
+    ],
 )
 def test_mistaken_values_are_refused(values):
     with pytest.raises(helm.HelmError), helm.Chart.load(CHART) as chart:
         chart.validate_schema(values)
         chart.render(values, name="demo", namespace="llm")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gpu": {"count": 0}, "model": {"path": "org/m", "draft": "org/d"}, "policy": {"preset": "turbo"}},
+        {"server": {"extraArgs": ["--gpu-depth-pages"]}, "policy": {"preset": "turbo"}},
+        {"replicas": 2, "cache": {"existingClaim": "models"}},
+        {"replicas": 2, "cache": {"enabled": False}},
+    ],
+    ids=["draft on a CPU", "preset with depth pages", "claim of one's own", "no cache"],
+)
+def test_values_are_taken_where_they_have_what_they_need(values):
+    assert "Deployment/demo" in render(values)

@@ -26,6 +26,24 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end }}
 
+{{- /* Values that would give a server that does not start, or does something else than they say. */}}
+{{- define "fathom.check" -}}
+{{- $depthPages := has "--gpu-depth-pages" (concat .Values.server.extraArgs .Values.policy.args) -}}
+{{- if and (gt (int .Values.gpu.count) 0) (not $depthPages) -}}
+{{- if .Values.model.draft -}}
+{{- fail "model.draft needs --gpu-depth-pages in server.extraArgs on a GPU" -}}
+{{- else if ne .Values.policy.preset "exact" -}}
+{{- fail (printf "policy.preset %s has no effect on a GPU without --gpu-depth-pages in server.extraArgs" .Values.policy.preset) -}}
+{{- end -}}
+{{- end -}}
+{{- $replicas := .Values.autoscaling.enabled | ternary .Values.autoscaling.maxReplicas .Values.replicas -}}
+{{- if and .Values.cache.enabled (not .Values.cache.existingClaim) (not (has "ReadWriteMany" .Values.cache.accessModes)) -}}
+{{- if gt (mul (int $replicas) (int (include "fathom.nodes" .))) 1 -}}
+{{- fail "several pods share the cache: cache.accessModes needs ReadWriteMany, or cache.existingClaim a claim of your own" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "fathom.args" -}}
 - serve
 {{- if .Values.model.path }}
@@ -78,6 +96,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- /* A pod that serves. Give dict "root" $ "serves" true for a pod that answers HTTP. */}}
 {{- define "fathom.pod" -}}
 {{- $ := .root -}}
+{{- include "fathom.check" $ -}}
+{{- $preStop := int $.Values.preStopSeconds -}}
+{{- $drain := int $.Values.server.drainSeconds -}}
 serviceAccountName: {{ include "fathom.name" $ }}
 {{- with $.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
@@ -87,7 +108,7 @@ automountServiceAccountToken: false
 runtimeClassName: {{ . }}
 {{- end }}
 # The server's own limits come first: removal from the endpoints, the drain, and 40 s to abort and close.
-terminationGracePeriodSeconds: {{ add (int $.Values.preStopSeconds) (int $.Values.server.drainSeconds) 40 }}
+terminationGracePeriodSeconds: {{ add $preStop $drain 40 }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
@@ -131,11 +152,12 @@ containers:
       periodSeconds: 30
       timeoutSeconds: 25
       failureThreshold: {{ int $.Values.probes.livenessFailures }}
+    {{- end }}
     lifecycle:
       preStop:
-        # Until every node has dropped this pod from its endpoints; then SIGTERM starts the drain.
-        sleep: {seconds: {{ int $.Values.preStopSeconds }}}
-    {{- end }}
+        # Until every node has dropped the serving pod from its endpoints; then SIGTERM starts its drain, in which it
+        # still computes with the other pods of its group.
+        sleep: {seconds: {{ .serves | ternary $preStop (add $preStop $drain) }}}
     resources:
       requests:
         {{- toYaml $.Values.resources.requests | nindent 8 }}
