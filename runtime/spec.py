@@ -54,7 +54,7 @@ class Spec:
             return f"in ({self.low:g}, {self.high:g}]"
         if self.kind is int:
             high = getattr(limits, self.bound) if self.high is None else self.high
-            return f"an integer in [{self.low:g}, {high:g}]" if high else f"an integer >= {self.low:g}"
+            return f"an integer in [{self.low}, {high}]" if high else f"an integer >= {self.low}"
         return ""
 
     def _or_words(self) -> str:

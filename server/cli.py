@@ -1,6 +1,8 @@
 """The ``fathom`` command. Light to import: SGLang and PyTorch are loaded only by what needs them."""
 
 import argparse
+import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -85,8 +87,20 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments without the program's name; the process's own when None.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for a wrong command line, 3 for an unknown SGLang.
+        The exit code: 0, 1 for a failure, 2 for a wrong command line, 3 for an unknown SGLang, 141 where the reader
+        of the output has gone, as a shell has it for SIGPIPE.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # not at the interpreter's end, which would report a closed pipe
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command in ("--version", "-V"):

@@ -130,7 +130,17 @@ def test_help_and_version(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serve", "--help"])
     assert stop.value.code == 0
-    assert "--prefill-keep-rate" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--prefill-keep-rate" in shown and "1073741824" in shown
+
+
+@pytest.mark.parametrize("arguments", [["explain", "--prompt-tokens", "8k"], ["version"], []], ids=" ".join)
+def test_a_reader_that_goes_away_ends_it_quietly(arguments):
+    command = [sys.executable, "-m", "fathom.server.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_environment_must_not_bypass_us(capsys, monkeypatch):
