@@ -15,7 +15,7 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, config_file, flags, memory_flags, quiet
+from fathom.server import admission, checks, config_file, cpu_quota, flags, memory_flags, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -255,6 +255,7 @@ def main(argv: list[str]) -> NoReturn:
         from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
 
         os.environ[GPU_DEPTH_PAGES] = "1"  # read by SGLang's platform, in this process and in its children
+    cpu_quota.limit_threads()
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
     from fathom.runtime.sglang_host import torchvision_ops
 
