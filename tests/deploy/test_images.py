@@ -128,6 +128,23 @@ def test_compose_mounts_files_that_exist_and_publishes_on_this_machine_only():
     assert source["url"].removeprefix("http://").split(":")[0] in compose["services"]
 
 
+def test_what_is_compiled_on_a_gpu_is_kept_and_can_be_loaded():
+    places = {}
+    for step in last_stage("Dockerfile.cuda"):
+        if step.name == "ENV":
+            places |= run_steps.assignments(step.text)
+    for compiler in (
+        "TRITON_CACHE",
+        "SGLANG_JIT_CACHE",
+        "TVM_FFI_CACHE",
+        "TORCH_EXTENSIONS",
+        "TILELANG_CACHE",
+    ):
+        assert places[f"{compiler}_DIR"].startswith("/var/cache/fathom/")
+    # Where SGLang loads from too, and where a container's memory is mounted noexec unless it is asked not to be.
+    assert "/tmp:exec" in yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["tmpfs"]
+
+
 def test_compose_gives_a_server_time_to_drain():
     from fathom.server.admission import DEFAULT_DRAIN_SECONDS
 
