@@ -94,7 +94,11 @@ def parser() -> Parser:
     model = result.add_argument_group("model")
     model.add_argument("--model-path", "--model", metavar="MODEL", help="folder, or name on Hugging Face")
     model.add_argument("--demo", action="store_true", help="serve the small model that comes with Fathom")
-    model.add_argument("--draft-model-path", metavar="MODEL", help="draft model, with the same vocabulary")
+    model.add_argument(
+        "--draft-model-path",
+        metavar="MODEL",
+        help="draft model, with the same vocabulary; on a GPU it needs --gpu-depth-pages",
+    )
     model.add_argument(
         "--draft-cost",
         type=float,
