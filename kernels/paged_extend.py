@@ -178,9 +178,9 @@ TILES = (16, 32, 64, 128)
 """Lines (tokens times the query heads of a KV head) of a program, by how many a request has."""
 
 
-def tiles_of(max_new: int, group: int, itemsize: int) -> int:
+def tiles_of(max_new: int, group: int, head_dim: int, value_dim: int, itemsize: int) -> int:
     """Programs of one split for each request and KV head; ``itemsize`` is the query's, in bytes."""
-    constants, _ = _tile(group, 16, 16, 1, max_new * group, itemsize)
+    constants, _ = _tile(group, head_dim, value_dim, 1, max_new * group, itemsize)
     return triton.cdiv(max_new * group, constants["ROWS"])
 
 
@@ -189,13 +189,15 @@ def _tile(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and options for requests of at most ``lines`` (token, head) rows per KV head.
 
-    Tiles that spill no register on sm_80, sm_90 and sm_100. float32 multiplies without tensor cores: a
-    smaller tile over as many warps.
+    In 16 bits, tiles that spill no register on any GPU in ``triton_aot.SHARED_MEMORY`` and fit in its shared
+    memory. float32 multiplies without tensor cores: a smaller tile over as many warps, which spills where heads are
+    wider than 64.
     """
-    half = itemsize == 2
-    rows = max(min(triton.next_power_of_2(lines), TILES[-1] if half else 32), MIN_ROWS)
+    half, wide = itemsize == 2, max(head_dim, value_dim) > 128
+    most = (TILES[-1] if half else 32) // (2 if wide else 1)
+    rows = max(min(triton.next_power_of_2(lines), most), MIN_ROWS)
     small = half and rows <= 32
-    constants = {"GROUP": group, "ROWS": rows, "PAGE": page_size, "BLOCK": 64 if small else 32}
+    constants = {"GROUP": group, "ROWS": rows, "PAGE": page_size, "BLOCK": 64 if small and not wide else 32}
     options = {"num_warps": 4 if small else 8, "num_stages": 3 if rows == 128 else 2}
     return constants | widths(head_dim, value_dim), options
 
@@ -231,15 +233,17 @@ def paged_extend_reference(
 
 
 def specializations() -> list[Specialization]:
-    """What to compile ahead of time: long prefills, and a few new tokens over pages."""
+    """What to compile ahead of time: every tile, and one over pages of several slots."""
     found = []
     for shape in ModelHeads.common():
-        for new, page in ((8192, 1), (8, 1), (8, 16)) if shape.head_dim == 128 else ((8192, 1), (8, 1)):
-            group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
-            constants, options = _tile(group, shape.head_dim, shape.head_dim, page, new * group, itemsize)
+        group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
+        for lines, page in (*((lines, 1) for lines in TILES), (32, 16)):
+            constants, options = _tile(group, shape.head_dim, shape.head_dim, page, lines, itemsize)
+            if constants["ROWS"] < lines:
+                continue
             types = pool_types(shape.dtype) | dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")
             types |= dict.fromkeys(("new_keys", "new_values"), f"*{shape.dtype}")
-            label = f"paged_extend {shape.name}, {new} new, page {page}"
+            label = f"paged_extend {shape.name}, {lines} lines, page {page}"
             types_of = signature(_extend_kernel, types, constants)
             found.append(Specialization(label, _extend_kernel, types_of, constants, options))
     return found

@@ -248,10 +248,10 @@ def _shares(batch: int, kv_heads: int, device: torch.device) -> tuple[int, int]:
     return min(triton.next_power_of_2(wanted), MAX_SPLITS), KEYS_PER_BLOCK * min(max(tiles // 16, 1), 8)
 
 
-def _tile(rows: int, itemsize: int) -> tuple[int, dict[str, int]]:
-    """Keys per block, warps and stages with which nothing spills for head dimensions up to 128."""
+def _tile(rows: int, dim: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """Keys per block, warps and stages with which nothing spills; ``dim`` is a head's, of keys or values."""
     many = rows > 16
-    block = (32 if many else 64) if itemsize == 2 else 16
+    block = (32 if many or dim > 128 else 64) if itemsize == 2 else 16
     return block, {"num_warps": 8 if many else 4, "num_stages": 2}
 
 
@@ -270,7 +270,7 @@ def two_segment_attention_triton(
     group, (shares, least) = heads // kv_heads, _shares(batch, kv_heads, query.device)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
-    block, options = _tile(rows, pool[0].itemsize)
+    block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize)
     result = Result(query.flatten(0, 1), value_dim, shares, None)
     lse = result.first_lse
     logits, norms, pitch = lse, lse, 0
@@ -297,6 +297,7 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
         ("bf16", 4, 1, 16, 128, True, False),
         ("bf16", 4, 1, 16, 128, True, True),
         ("bf16", 4, 16, 64, 128, True, False),
+        ("bf16", 8, 1, 16, 256, True, True),
         ("fp32", 4, 1, 16, 128, True, False),
         ("fp16", 3, 1, 16, 80, False, False),
     ]
@@ -304,7 +305,7 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
     results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for dtype, group, window, rows, dim, evidence, captured in shapes:
         padded = triton.next_power_of_2(dim)
-        block, options = _tile(rows, 4 if dtype == "fp32" else 2)
+        block, options = _tile(rows, dim, 4 if dtype == "fp32" else 2)
         constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
         constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
         constants |= {"EVIDENCE": evidence, "THERE": captured}

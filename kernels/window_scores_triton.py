@@ -13,7 +13,11 @@ import triton.language as tl
 
 MAX_POOL = 32
 TILE_LINES = 64
-WARPS = 8
+TILE_ROWS = 8
+"""Query rows of a tile: as many as a window or a look-ahead usually has; keys are read once more for each further
+eight."""
+
+_OPTIONS = {"num_warps": 8, "num_stages": 2}
 KEYS_PER_SPLIT = 4096
 LOG2_E = 1.4426950408889634
 
@@ -283,21 +287,23 @@ def _row_mean(
         tl.store(out + place, total / rows, mask=(g < GROUP)[:, None] & (position < length)[None, :])
 
 
-def tile_constants(
-    heads: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype
-) -> dict[str, int]:
-    """Tile sizes, powers of two: from 16 lines, a tensor core's least, to ``TILE_LINES`` or the size of a group."""
+def tile_constants(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes, powers of two: from 16 lines, a tensor core's least, to ``TILE_LINES`` or the size of a group.
+
+    The same for any number of rows, so that a model's kernels are compiled once; they fit in the shared memory of
+    every GPU in ``triton_aot.SHARED_MEMORY``.
+    """
     group = heads // kv_heads
     group_p = triton.next_power_of_2(group)
-    rows = min(triton.next_power_of_2(max_rows), max(TILE_LINES // group_p, 1))
+    rows = min(TILE_ROWS, TILE_LINES // group_p)
     return {
         "GROUP": group,
         "GROUP_P": group_p,
         "ROWS": max(rows, 16 // group_p, 1),
         "DIM": head_dim,
         "DIM_P": max(triton.next_power_of_2(head_dim), 16),
-        # float32 products run outside the tensor cores and keep more in registers.
-        "BLOCK": 64 if dtype == torch.float32 else 128,
+        # float32 products run outside the tensor cores and keep more in registers; wide keys fill shared memory.
+        "BLOCK": 64 if dtype == torch.float32 or head_dim > 128 else 128,
     }
 
 
@@ -321,7 +327,7 @@ def _statistics_of(
     _statistics[(len(lengths) * kv_heads, splits, row_blocks)](
         query, keys, table, first_row, lengths, part_max, part_sum, scale * LOG2_E,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), table.stride(0), total_rows, kv_heads,
-        CAUSAL=causal, SPLIT=KEYS_PER_SPLIT, **tile, num_warps=WARPS,
+        CAUSAL=causal, SPLIT=KEYS_PER_SPLIT, **tile, **_OPTIONS,
     )  # fmt: skip
     top = part_max.amax(0)
     return top, (part_sum * (part_max - top).exp2()).sum(0).reciprocal()
@@ -347,14 +353,14 @@ def pooled_max(
     if pool > MAX_POOL:
         raise ValueError(f"the pooling width must be at most {MAX_POOL}, got {pool}")
     kv_heads = keys.shape[1]
-    tile = tile_constants(query.shape[1], kv_heads, query.shape[2], max_rows, query.dtype)
+    tile = tile_constants(query.shape[1], kv_heads, query.shape[2], query.dtype)
     row_blocks = triton.cdiv(max_rows, tile["ROWS"])
     tables = (table, first_row, lengths)
     top, inverse = _statistics_of(query, keys, tables, max_length, row_blocks, False, scale, tile)
     _pooled_max[(len(lengths), triton.cdiv(max_length, tile["BLOCK"] - pool + 1), row_blocks)](
         query, keys, table, first_row, lengths, top, inverse, out, scale * LOG2_E,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), table.stride(0), out.stride(0), kv_heads,
-        POOL=pool, POOL_BITS=pool.bit_length(), **tile, num_warps=WARPS,
+        POOL=pool, POOL_BITS=pool.bit_length(), **tile, **_OPTIONS,
     )  # fmt: skip
 
 
@@ -372,37 +378,41 @@ def row_mean(
 ) -> None:
     """:func:`fathom.kernels.window_scores.row_mean_scores` into ``out``; ``first_row`` is [batch + 1]."""
     kv_heads = keys.shape[1]
-    tile = tile_constants(query.shape[1], kv_heads, query.shape[2], max_rows, query.dtype)
+    tile = tile_constants(query.shape[1], kv_heads, query.shape[2], query.dtype)
     row_blocks = triton.cdiv(max_rows, tile["ROWS"])
     tables = (table, first_row, lengths)
     top, inverse = _statistics_of(query, keys, tables, max_length, row_blocks, causal, scale, tile)
     _row_mean[(len(lengths) * kv_heads, triton.cdiv(max_length, tile["BLOCK"]))](
         query, keys, table, first_row, lengths, top, inverse, out, scale * LOG2_E,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), table.stride(0),
-        out.stride(0), out.stride(1), kv_heads, CAUSAL=causal, **tile, num_warps=WARPS,
+        out.stride(0), out.stride(1), kv_heads, CAUSAL=causal, **tile, **_OPTIONS,
     )  # fmt: skip
 
 
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """What to compile ahead of time: label, kernel, signature, constants and options, for common shapes."""
     found = []
-    for heads, kv_heads, dim, dtype in ((32, 8, 128, torch.bfloat16), (4, 2, 64, torch.float32)):
-        tile = tile_constants(heads, kv_heads, dim, 8, dtype)
+    for heads, kv_heads, dim, dtype in (
+        (32, 8, 128, torch.bfloat16),
+        (32, 4, 128, torch.bfloat16),
+        (16, 4, 256, torch.bfloat16),
+        (16, 2, 256, torch.bfloat16),
+        (4, 2, 64, torch.float32),
+    ):
+        tile = tile_constants(heads, kv_heads, dim, dtype)
         for kernel, constants in (
             (_statistics, {"CAUSAL": True, "SPLIT": KEYS_PER_SPLIT} | tile),
             (_pooled_max, {"POOL": 13, "POOL_BITS": 4} | tile),
             (_row_mean, {"CAUSAL": True} | tile),
         ):
             name = f"window {kernel.__name__.strip('_')} {heads}/{kv_heads}x{dim} {dtype}"
-            found.append(
-                (name, kernel, _signature(kernel, dtype, constants), constants, {"num_warps": WARPS})
-            )
+            found.append((name, kernel, _signature(kernel, dtype, constants), constants, _OPTIONS))
     return found
 
 
 def _signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> dict[str, str]:
     kinds = dict.fromkeys(("query", "keys"), "*fp32" if dtype == torch.float32 else "*bf16")
-    kinds |= dict.fromkeys(("table", "first_row", "lengths"), "*i32")
+    kinds |= {"table": "*i64"} | dict.fromkeys(("first_row", "lengths"), "*i32")
     kinds |= dict.fromkeys(("part_max", "part_sum", "row_max", "row_inverse", "out"), "*fp32") | {
         "scale": "fp32"
     }

@@ -270,7 +270,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
             segments, most_new = -(-segments // FEWEST_NEW), min(segments, MOST_NEW)
             most_prefix, usual_new = self.longest, min(most_new, USUAL_NEW)
         group = layer.tp_q_head_num // layer.tp_k_head_num
-        tiles = tiles_of(usual_new or most_new, group, query.element_size())
+        widths = layer.qk_head_dim, layer.v_head_dim
+        tiles = tiles_of(usual_new or most_new, group, *widths, query.element_size())
         programs = tiles * segments * layer.tp_k_head_num
         paged_extend(
             query,
