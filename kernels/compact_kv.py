@@ -75,7 +75,7 @@ def _require_disjoint(source: torch.Tensor, destination: torch.Tensor, slots: in
         raise ValueError("source and destination slots must not overlap")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept", "source_stride"])
 def _copy(
     keys,
     values,

@@ -65,7 +65,7 @@ def pack_segment_torch(
                 buffer[run, h] = origin[:, h].index_select(0, slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "start", "width"])
 def _pack_kernel(
     keys, values, compact_keys, compact_values, table, rows, start, indices, sink, width,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,

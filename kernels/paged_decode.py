@@ -17,6 +17,7 @@ from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
 KEYS_PER_BLOCK = 64
 MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 64
+SPLITS_PER_BLOCK = 16
 MIN_ROWS = 16
 """Smallest tile that tensor cores multiply; a KV head's query heads are padded to it."""
 
@@ -130,23 +131,35 @@ def _merge_kernel(
     splits,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_P: tl.constexpr,
-    SPLITS_P: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Program (row, head): merges partial [rows, heads, splits, value_dim] by partial_lse [rows, heads, splits]."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + head
-    split, e = tl.arange(0, SPLITS_P), tl.arange(0, VALUE_DIM_P)
-    part_lse = tl.load(partial_lse + at * splits + split, mask=split < splits, other=float("-inf"))
-    top = tl.max(part_lse, 0)
-    weights = tl.exp(part_lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
+    e = tl.arange(0, VALUE_DIM_P)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, splits, BLOCK):
+        split = start + tl.arange(0, BLOCK)
+        part_lse = tl.load(partial_lse + at * splits + split, mask=split < splits, other=float("-inf"))
+        tops = tl.maximum(tops, part_lse)
+    top = tl.max(tops, 0)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    totals = tl.zeros([BLOCK], tl.float32)
+    merged = tl.zeros([VALUE_DIM_P], tl.float32)
+    for start in range(0, splits, BLOCK):
+        split = start + tl.arange(0, BLOCK)
+        part_lse = tl.load(partial_lse + at * splits + split, mask=split < splits, other=float("-inf"))
+        weights = tl.exp(part_lse - finite)
+        # What saw no key may not have been written.
+        mask = (part_lse > float("-inf"))[:, None] & (e < VALUE_DIM)[None, :]
+        place = (at * splits + split)[:, None] * VALUE_DIM + e[None, :]
+        part = tl.load(partial + place, mask=mask, other=0.0)
+        totals += weights
+        merged += tl.sum(part * weights[:, None], 0)
+    total = tl.sum(totals, 0)
     divisor = tl.where(total > 0, total, 1.0)
-    # What saw no key may not have been written.
-    mask = (part_lse > float("-inf"))[:, None] & (e < VALUE_DIM)[None, :]
-    part = tl.load(partial + (at * splits + split)[:, None] * VALUE_DIM + e[None, :], mask=mask, other=0.0)
-    merged = tl.sum(part * weights[:, None], 0) / divisor
     place = row * o_stride_row + head * o_stride_head + e
-    tl.store(output + place, merged.to(output.dtype.element_ty), mask=e < VALUE_DIM)
+    tl.store(output + place, (merged / divisor).to(output.dtype.element_ty), mask=e < VALUE_DIM)
     tl.store(lse + at, top + tl.log(divisor))
 
 
@@ -231,7 +244,7 @@ class Result:
         lse = torch.empty(rows, heads, device=self.output.device)
         _merge_kernel[(rows, heads)](
             self.first, self.first_lse, self.output, lse, *self.output.stride()[:2], self.splits,
-            **_merge_constants(value_dim, self.splits),
+            **_merge_constants(value_dim),
         )  # fmt: skip
         return self.output, lse
 
@@ -252,9 +265,9 @@ def _constants(group: int, head_dim: int, value_dim: int, page_size: int) -> dic
     return own | widths(head_dim, value_dim)
 
 
-def _merge_constants(value_dim: int, splits: int) -> dict[str, int]:
+def _merge_constants(value_dim: int) -> dict[str, int]:
     padded = widths(value_dim, value_dim)["VALUE_DIM_P"]
-    return {"VALUE_DIM": value_dim, "VALUE_DIM_P": padded, "SPLITS_P": triton.next_power_of_2(splits)}
+    return {"VALUE_DIM": value_dim, "VALUE_DIM_P": padded, "BLOCK": SPLITS_PER_BLOCK}
 
 
 def paged_decode_reference(
@@ -317,5 +330,6 @@ def specializations() -> list[Specialization]:
             types = pool_types(shape.dtype) | {"lengths": "*i32", "output": "*fp32"}
             add(f"paged_decode {shape.name}, page {page}", _decode_kernel, types, constants, **_WARPS)
     types = dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32") | {"output": "*bf16"}
-    add(f"paged_decode merge of {MAX_SPLITS}", _merge_kernel, types, _merge_constants(128, MAX_SPLITS))
+    for dim in (128, 256):
+        add(f"paged_decode merge, values of {dim}", _merge_kernel, types, _merge_constants(dim))
     return found

@@ -134,7 +134,7 @@ def _part(begin, end, part, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return first, tl.minimum(first + size, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def _statistics_kernel(
     logits, begin, end, pitch, stats, kv_heads, rows,
     THERE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -161,7 +161,7 @@ def _statistics_kernel(
     tl.store(target + ROWS, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def _mixture_kernel(
     logits, key_norms, begin, end, pitch, stats, evidence, prior, sums, kv_heads, rows,
     power, norm_decay, position_decay, position_curve, tail_brake, epsilon,
@@ -215,7 +215,7 @@ def _mixture_kernel(
     tl.store(target + 4 * PARTS, tl.sum(sum_rr, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end"])
 def _refine_kernel(
     evidence, prior, sums, begin, end, pitch, scores, kv_heads,
     prior_clip, nms_strength, cross_head, temperature, epsilon,

@@ -86,7 +86,12 @@ def span_tables_torch(
             write[span, first : first + length - prefix] = own[prefix:]
 
 
-@triton.jit
+# Buffers grow, and the tables are parts of one block of memory.
+_VARYING = ["backing", "directory", "blocks", "stride_head", "width", "stride_slots", "stride_write"]
+_VARYING += ["stride_rows", "stride_backing", "stride_span", "stride_table"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _span_tables(
     head, slots, write, request_table, backing, directory, blocks,
     stride_head, width, stride_slots, stride_write, stride_rows, stride_backing, stride_span, stride_table,

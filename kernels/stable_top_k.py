@@ -75,7 +75,12 @@ def _ordered(x):
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit
+# All but the tensors that lie where they were allocated: the rest follows from requests, or from who asks.
+_NUMBERS = ["begin", "end", "budget", "pitch", "width", "inner"]
+_STRIDES = [f"{name}_{place}" for name in _NUMBERS[:3] for place in ("outer", "inner")]
+
+
+@triton.jit(do_not_specialize=_NUMBERS + _STRIDES)
 def _top_k_kernel(
     scores, begin, end, budget, pitch, indices, counts, width, inner,
     begin_outer, begin_inner, end_outer, end_inner, budget_outer, budget_inner,

@@ -73,7 +73,7 @@ def _tile_logits(
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "table_stride", "total_rows"])
 def _statistics(
     query,
     keys,
@@ -162,7 +162,7 @@ def _tile_probabilities(
     return tl.exp2(logits - top[:, None]) * inverse[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "table_stride", "out_stride"])
 def _pooled_max(
     query,
     keys,
@@ -231,7 +231,7 @@ def _shifted(x, column, by, LINES: tl.constexpr, BLOCK: tl.constexpr):
     return tl.gather(x, tl.broadcast_to(index[None, :], [LINES, BLOCK]), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "table_stride", "out_stride_request", "out_stride_head"])
 def _row_mean(
     query,
     keys,

@@ -129,7 +129,6 @@ class SlowFast:
         self.shape, self.options = shape, options
         self.config = options.config
         self.spans = shape.layers // shape.span
-        self.grain = 1 if torch.device(shape.device).type == "cpu" else GRAIN
         self.runs = CompactRuns(shape.run(options), shape.buffer_bytes(options))
         self.phases = PhaseState(shape.rows, triggers, self.config)
         # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
@@ -145,6 +144,7 @@ class SlowFast:
             )
             for _ in range(shape.layers)
         ]
+        self.grain = GRAIN if runs_triton(self.compact[0][0]) else 1
         lanes, slots = lanes_of(shape.device)
         memory = shape.evidence_bytes(options, slots)
         self.ring = EvidenceRing(slots, shape.heads, shape.kv_heads, memory, shape.device)
@@ -174,14 +174,13 @@ class SlowFast:
         one, none = (torch.full((1,), value, dtype=torch.int64, **there) for value in (1, 0))
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
-        two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0)
+        pool, compact = (keys, values), self.compact[0]
+        two_segment_attention(query, pool, compact, table, plan, 1.0)
         if runs_triton(query):
             evidence = self.ring.view(0, 1, self.wide(1))
-            two_segment_attention(query, (keys, values), (keys, values), table, plan, 1.0, evidence)
+            two_segment_attention(query, pool, compact, table, plan, 1.0, evidence)
             nobody = RefreshBatch(send(RefreshBatch.nobody(1).packed, shape.device))
-            refresh_layer(
-                evidence, (keys, values), (keys, values), table, nobody, self.config, self.options.selector
-            )
+            refresh_layer(evidence, pool, compact, table, nobody, self.config, self.options.selector)
         else:
             from fathom.kernels import refresh_cpu
 

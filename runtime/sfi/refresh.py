@@ -175,7 +175,9 @@ class EvidenceRing:
             budget_bytes: for all slots together.
         """
         self.heads, self.kv_heads = heads, kv_heads
-        self._memory = torch.empty(slots, budget_bytes // (4 * slots), dtype=torch.float32, device=device)
+        # Slots begin at multiples of 16 bytes: for others Triton would compile its kernels once more.
+        size = budget_bytes // (16 * slots) * 4
+        self._memory = torch.empty(slots, size, dtype=torch.float32, device=device)
         # Multiples of 16, so that norms behind logits begin where whole lines do.
         self.entries = self._memory.shape[1] // (heads + kv_heads) // 16 * 16
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fathom.kernels.compact_kv import compact_kv
+from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.window_scores import pool_saliency, row_mean_scores, window_of
 from fathom.runtime.fastkv.config import FastKVConfig
 from fathom.runtime.fastkv.policies import RetentionContext, RetentionPolicy, load_policy
@@ -21,6 +22,7 @@ from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retain
 from fathom.runtime.fastkv.step import MECHANISM, propagated_count
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.plan import Step
+from fathom.runtime.retain import top_indices
 from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.staging import send
@@ -329,3 +331,19 @@ class CompressionStep:
 def selectors(step: CompressionStep, hidden: Hidden) -> dict[str, Callable[[int, Step, np.ndarray], Choice]]:
     """For ``staircase.climb``."""
     return {MECHANISM: lambda index, rule, position: step.choose(index, rule, position, hidden)}
+
+
+def warm_up(keys: torch.Tensor, values: torch.Tensor, heads: int, dtype: torch.dtype) -> None:
+    """Compile what the end of a prompt launches on a GPU, so that no request waits for it (cached on disk).
+
+    Args:
+        keys, values: a layer of the pool, which stays as it is; heads: of its queries, whose type is ``dtype``.
+    """
+    if not runs_triton(keys):
+        return
+    kv_heads, dim = keys.shape[1:]
+    dummy = torch.zeros(kv_heads, 1, dtype=torch.int64, device=keys.device)
+    query = torch.zeros(1, heads, dim, dtype=dtype, device=keys.device)
+    row_mean_scores(query, keys, window_of([1], [1], dummy[:1], causal=True), 1.0)
+    top_indices(torch.zeros(kv_heads, 2, device=keys.device), 1)
+    compact_kv(keys, values, dummy, dummy[0], disjoint=True)

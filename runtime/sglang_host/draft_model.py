@@ -15,6 +15,7 @@ from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.window_scores import pooled_max_scores, window_of
 from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.lists import ListView, SlotLists
@@ -111,6 +112,16 @@ class DraftModel:
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
         scratch = torch.arange(SCRATCH_SLOTS, dtype=torch.int32, device=self.runner.device)
         self._scratch = scratch + self.scratch
+        if runs_triton(self.pool.get_key_buffer(0)):
+            self._warm_up(devices.heads_of(worker.model_config, worker.ps.tp_size)[0])
+
+    def _warm_up(self, heads: int) -> None:
+        """Compile what looks at the look-ahead's queries, so that no request waits for it (cached on disk)."""
+        keys = self.pool.get_key_buffer(0)
+        dtype = self.runner.model_config.dtype
+        query = torch.zeros(1, heads, keys.shape[2], dtype=dtype, device=keys.device)
+        slots = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
+        pooled_max_scores(query, keys, window_of([1], [1], slots, causal=False), 1.0)
 
     def step_cost(self) -> float:
         """A decode step's time as a share of the target's: by their layers, or by the bytes of their weights."""

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.paged_decode import paged_decode, pick_splits
 from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
+from fathom.kernels.span_tables import BLOCK, span_tables
 from fathom.runtime.captured import CapturedStep
 from fathom.runtime.config import MOST_DRAFTED
 from fathom.runtime.decode import SlowFast, Step
@@ -85,17 +86,31 @@ class TritonAttentionBackend(SpanAttentionBackend):
             self._warm_up(devices.heads_of(model_runner.model_config, model_runner.ps.tp_size)[0])
 
     def _warm_up(self, heads: int) -> None:
-        """Compile prefill's kernel for its tile sizes, so that no request waits for it (cached on disk)."""
-        keys, values = self.kv_pool.get_key_buffer(0), self.kv_pool.get_value_buffer(0)
-        kv_heads, dim = keys.shape[1:]
+        """Compile what steps launch, so that no request waits for it (cached on disk).
+
+        Attention in the model's type: prefill's for each of its tiles, and decode's; with one split, which writes
+        the output, and with several, which write float32 for the merge.
+        """
+        pool = self.kv_pool.get_key_buffer(0), self.kv_pool.get_value_buffer(0)
+        kv_heads = pool[0].shape[1]
+        there = {"dtype": self.runner.model_config.dtype, "device": pool[0].device}
+        room = self.tables.first
         # The dummy slot's row of the table, and no entry of it.
-        table, none = self.tables.first.slots[0].unsqueeze(1), self.tables.first.head[0, 0, :1]
-        for lines in TILES:
-            new = max(lines * kv_heads // heads, 1)
-            own = keys.new_zeros(new, kv_heads, dim), values.new_zeros(new, kv_heads, values.shape[2])
-            bounds = torch.arange(2, dtype=torch.int32, device=keys.device) * new
-            query = keys.new_zeros(new, heads, dim)
-            paged_extend(query, *own, keys, values, table, none, none, bounds, new, 1.0)
+        table, none = room.slots[0].unsqueeze(1), room.head[0, 0, :1]
+        for splits in (1, 2):
+            for lines in TILES:
+                new = max(lines * kv_heads // heads, 1)
+                query, output = (torch.zeros(new, heads, x.shape[2], **there) for x in pool)
+                keys, values = (torch.zeros(new, kv_heads, x.shape[2], **there) for x in pool)
+                bounds = torch.arange(2, dtype=torch.int32, device=query.device) * new
+                paged_extend(query, keys, values, *pool, table, none, none, bounds, new, 1.0, splits, output)
+            paged_decode(query[:1], *pool, table, none, none, 1.0, splits, output[:1])
+        blocks = torch.zeros(1, BLOCK, dtype=torch.int32, device=room.head.device)
+        lists = room.head, room.slots, room.write
+        # No request.
+        span_tables(
+            *lists, 0, 1, self.req_to_token, blocks, blocks.unsqueeze(0), blocks, self.memory.page_size
+        )
 
     @property
     def looked_up_steps(self) -> int:

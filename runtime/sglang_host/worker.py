@@ -20,7 +20,9 @@ from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
 from fathom.runtime.sglang_host import (
+    compression,
     decode_graphs,
+    devices,
     draft_cache,
     gpu_memory,
     gpu_streams,
@@ -82,6 +84,9 @@ class FathomWorker(TpModelWorker):
                 self.slow_fast = slow_fast.build(self.model_runner, self.tokenizer)
                 lifetime.closed.append(self.slow_fast.drop)
             self.compression = Compression(self.allocator.memory, self._hidden_buffer())
+            pool, config = self.model_runner.token_to_kv_pool, self.model_config
+            heads = devices.heads_of(config, self.ps.tp_size)[0]
+            compression.warm_up(pool.get_key_buffer(0), pool.get_value_buffer(0), heads, config.dtype)
         if self.draft_worker is not None:
             if not isinstance(self.allocator, DepthAllocator):
                 raise ValueError(
