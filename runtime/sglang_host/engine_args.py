@@ -36,7 +36,7 @@ class GpuRule(NamedTuple):
     """An option that depth pages on a GPU leave no choice about.
 
     Attributes:
-        flags: SGLang's flags for it.
+        flags: SGLang's flags for it; none where it has no default of ours, or is in the environment.
         holds: whether parsed arguments are so; it is looked at whatever they came from.
         asks, why: what they have to be, and the reason.
     """
@@ -50,6 +50,12 @@ class GpuRule(NamedTuple):
 def _graphs_of_whole_decode_steps(args: Any) -> bool:
     graphs = args.cuda_graph_config
     return graphs.decode.backend in ("full", "disabled") and graphs.prefill.backend == "disabled"
+
+
+def _buffers_filled_before_each_replay(_: Any) -> bool:
+    from sglang.srt.environ import envs
+
+    return not envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
 
 
 GPU_RULES = (
@@ -73,6 +79,12 @@ GPU_RULES = (
         _graphs_of_whole_decode_steps,
         "--cuda-graph-backend-prefill disabled, and full or disabled for --cuda-graph-backend-decode",
         "prefill drops rows between layers; a decode step is captured as a whole",
+    ),
+    GpuRule(
+        (),
+        _buffers_filled_before_each_replay,
+        "SGLANG_ENABLE_METADATA_GLUE_GRAPH=0",
+        "what a captured step reads is sent from new memory of the host before each replay",
     ),
     GpuRule(
         ("--sampling-backend", "pytorch"),

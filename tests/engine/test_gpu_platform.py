@@ -133,6 +133,25 @@ def test_what_does_not_go_with_it(built, flags):
     assert built[flags].startswith("--gpu-depth-pages needs") and REFUSED[flags] in built[flags]
 
 
+def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
+    """A replay of it would copy from where the numbers of the step lay in which it was captured."""
+    graphs = {"decode": SimpleNamespace(backend="full"), "prefill": SimpleNamespace(backend="disabled")}
+    args = SimpleNamespace(
+        device="cuda",
+        attention_backend=engine_args.TRITON_BACKEND,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        cuda_graph_config=SimpleNamespace(**graphs),
+        sampling_backend="pytorch",
+        pp_size=1,
+        dp_size=1,
+    )
+    engine_args.check_gpu_rules(args)
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(ValueError, match="needs SGLANG_ENABLE_METADATA_GLUE_GRAPH=0: what a captured"):
+        engine_args.check_gpu_rules(args)
+
+
 INSTALL = """
     from fathom.runtime.sglang_host import torchvision_ops
     torchvision_ops.declare()
