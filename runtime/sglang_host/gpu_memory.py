@@ -10,7 +10,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.runtime_context import get_schedule
 
+from fathom.kernels.span_tables import BLOCK
 from fathom.runtime.decode import Shape
 from fathom.runtime.plan import choose_span
 from fathom.runtime.sfi.refresh import RING_SLOTS
@@ -19,6 +21,9 @@ from fathom.runtime.sglang_host.decode_graphs import captured_rows
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.slow_fast import SETTINGS, gpu_bytes
+
+MOST_REQUESTS = 4096
+"""Request rows that SGLang makes at most where it is not told how many."""
 
 _cell_size = DefaultPoolConfigurator._compute_cell_size
 _available_bytes = KVCacheConfigurator._profile_available_bytes
@@ -38,7 +43,14 @@ class Reserve:
 
 
 def reserve_of(worker: Any, draft: Any | None) -> Reserve:
-    """What a target's worker and its draft's need, their models loaded."""
+    """What a target's worker and its draft's need, their models loaded.
+
+    A token of the pool has a physical slot per span, and some virtual ones. With pages of one token each physical
+    one has an entry per span in the lists of a step, and one in a private table; a virtual one has an entry per
+    span in the shared map, and a slot of the draft's. Entries have 4 bytes. Private tables and shared map lie twice
+    on the device while there come to be more blocks (``kv/mirror.py``): 4 · spans · (spans + 2 · (1 + virtual)) a
+    token. So does the directory of the blocks: 8 · spans · request rows · blocks of a context.
+    """
     config, runner = worker.model_config, worker.model_runner
     layers = runner.layer_info.num_effective_layers
     span = choose_span(layers, LAYOUT.span)
@@ -56,13 +68,12 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     waiting = 2 * LAYOUT.propagation_buffer * config.hidden_size * config.dtype.itemsize
     fixed = shape.buffer_bytes(SETTINGS.options) + shape.evidence_bytes(SETTINGS.options, RING_SLOTS)
     fixed += 0 if LAYOUT.tsp_layer is None else waiting
-    # A token of the pool has a physical slot per span, and some virtual ones. With pages of one token each physical
-    # one has an entry per span in the lists of a step, and one in a private table; a virtual one has an entry per
-    # span in the shared map, and a slot of the draft's.
     spans = layers // span
     virtual = LAYOUT.virtual_slots(spans, draft is not None)
     fixed += flashinfer_prefill.reserved_bytes(runner, spans)
-    tables = 4 * spans * (spans + 1 + virtual)
+    rows = get_schedule().max_running_requests or MOST_REQUESTS
+    fixed += 8 * spans * rows * -(-config.context_len // BLOCK)
+    tables = 4 * spans * (spans + 2 * (1 + virtual))
     if draft is None:
         return Reserve(fixed, tables)
     slot = bytes_per_slot(draft)

@@ -8,6 +8,9 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
+from fathom.kernels.span_tables import BLOCK
+from fathom.runtime.kv.memory import KvMemory
+from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import RING_SLOTS, EvidenceRing
 from fathom.runtime.sglang_host import decode_graphs, gpu_memory
@@ -24,6 +27,14 @@ def graphs(monkeypatch):
     exec_args = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode)))
     monkeypatch.setattr(decode_graphs, "get_exec", lambda: exec_args)
     return decode
+
+
+@pytest.fixture(autouse=True)
+def schedule(monkeypatch):
+    """What SGLang was told of requests: nothing."""
+    told = SimpleNamespace(max_running_requests=None)
+    monkeypatch.setattr(gpu_memory, "get_schedule", lambda: told)
+    return told
 
 
 def worker(layers, kv_heads=8, head_dim=128, vocabulary=1000, devices=1):
@@ -62,16 +73,31 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     run = options.config.compact_tokens * 32 * 8 * (128 + 128) * 2
     compact = max(min(16 * run, 1024 * MIB), run)
     evidence = max(256 * MIB, RING_SLOTS * 4 * 32768 * (32 + 8))
-    assert alone.fixed == compact + evidence + 2 * 1000 * 4096 * 2
-    tables = 4 * (
-        4 * 4 + 4 * 4 + 4
-    )  # virtual slots at each span: the shared map, a step's lists; private tables
+    directory = 4 * 4096 * (32768 // 256) * 4
+    assert alone.fixed == compact + evidence + 2 * 1000 * 4096 * 2 + 2 * directory
+    # A step's lists; twice, while blocks are added: virtual slots at each span in the shared map, private tables.
+    tables = 4 * (4 * 4 + 2 * (4 * 4 + 4))
     assert alone.per_token == tables
     drafted = gpu_memory.reserve_of(worker(32), worker(16, head_dim=64))
     slot = 2 * 16 * 8 * 64 * 2
     # Two virtual slots where there was one per span.
-    assert drafted.per_token == tables - 4 * 2 * 4 + 2 * slot
+    assert drafted.per_token == tables - 2 * 4 * 2 * 4 + 2 * slot
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
+
+
+def test_the_directory_of_tables_has_a_row_for_each_request(layout, schedule):
+    without = gpu_memory.reserve_of(worker(32), None).fixed
+    schedule.max_running_requests = 96
+    assert without - gpu_memory.reserve_of(worker(32), None).fixed == 2 * 4 * (4096 - 96) * (32768 // 256) * 4
+
+
+def test_the_mirror_takes_what_is_counted_for_it():
+    """Of pages of one token, all of them in private tables: twice what lies there once blocks have been added."""
+    rows, longest, tokens, spans, virtual = 8, 3000, 5000, 4, 2
+    memory = KvMemory(spans * tokens, 1, spans, virtual * tokens)
+    mirror = PageMirror(memory, rows, longest, "cpu")
+    counted = 8 * spans * rows * -(-longest // BLOCK) + tokens * 8 * spans * (1 + virtual)
+    assert 0.9 < 2 * mirror._flat.nbytes / counted < 1.1
 
 
 def test_each_of_two_gpus_counts_its_own_heads(layout, graphs):
