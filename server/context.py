@@ -32,6 +32,7 @@ class Face:
         gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
+        packed_weights: whether the engine has packed weights, which nobody can change or read back.
     """
 
     asked: Mapping[str, Any] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Face:
     gpu_prefill: str = "auto"
     history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
+    packed_weights: bool = False
 
     def __post_init__(self) -> None:
         self.choice: Choice = self.choose(None)

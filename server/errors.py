@@ -16,6 +16,10 @@ SHOWN_CHARACTERS = 500
 MALFORMED = "the request body does not have the form of this route"
 
 
+class ControlError(RuntimeError):
+    """The engine could not do what a request to control it asked for."""
+
+
 # What libraries put into their messages for their own developers.
 _SOURCE_PLACE = re.compile(
     r"(\[\d\d:\d\d:\d\d\] )?(File )?\"?/?[\w./-]*/[\w.-]+\.(py|cc|cpp|cu|h|rs)\"?(:|, line )\d+:? ?"
@@ -87,6 +91,11 @@ async def on_invalid_request(request: Request, error: RequestValidationError) ->
     return JSONResponse(body, status_code=400)
 
 
+async def on_control_error(request: Request, error: Exception) -> JSONResponse:
+    """A request to control the engine that failed there: 400 with the engine's reason."""
+    return JSONResponse(error_body(path_of(request.scope), 400, clean(str(error))), status_code=400)
+
+
 async def on_failure(request: Request, error: Exception) -> JSONResponse:
     """An exception that no route caught. The server logs it; the client learns only that it happened."""
     return JSONResponse(error_body(path_of(request.scope), 500, FAILED), status_code=500)
@@ -95,4 +104,5 @@ async def on_failure(request: Request, error: Exception) -> JSONResponse:
 def install(app: FastAPI) -> None:
     """Replace SGLang's handlers of these errors."""
     app.add_exception_handler(RequestValidationError, on_invalid_request)
+    app.add_exception_handler(ControlError, on_control_error)
     app.add_exception_handler(Exception, on_failure)

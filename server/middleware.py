@@ -15,7 +15,7 @@ from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import MALFORMED, raised_by_body, rewrite
-from fathom.server.routes import GENERATE, GENERATION_ROUTES, RESPONSES, error_body, path_of
+from fathom.server.routes import GENERATE, GENERATION_ROUTES, RESPONSES, WEIGHT_ROUTES, error_body, path_of
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -40,6 +40,11 @@ INTERNAL_SAMPLING_FIELDS = (
 
 MAX_GENERATIONS = 128
 """Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
+
+PACKED = (
+    "the weights of this model are packed for the CPU: they can be neither changed nor read while it is served; "
+    "start the server again with the new model"
+)
 
 REMEMBERED_RESPONSES = 1024
 """How many ``/v1/responses`` answers keep their account for a later retrieval."""
@@ -73,6 +78,8 @@ class PolicyMiddleware:
         elif path.startswith(RESPONSES + "/") and scope["method"] == "GET":
             stored = self._responses.get(path.removeprefix(RESPONSES + "/"))
             await self._app(scope, receive, Answer(send, stored) if stored else send)
+        elif path in WEIGHT_ROUTES and self._face.packed_weights:
+            await send_error(path, RequestError(400, PACKED), send)
         else:
             await self._app(scope, receive, send)
 

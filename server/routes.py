@@ -11,6 +11,16 @@ MESSAGES = "/v1/messages"
 GENERATE = "/generate"
 
 GENERATION_ROUTES = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
+WEIGHT_ROUTES = (
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+    "/get_weights_by_name",
+    "/weights_checker",
+)
+"""SGLang's routes that change the weights or read them."""
+
 OTHER = "other"  # label of a generation that came in by a route outside this list
 
 FAILED = "internal error; the server's log has the details"

@@ -360,6 +360,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     def ready(engine: dict[str, Any]) -> None:
         _verify_engine(engine)
         _learn_lacking(work.face, engine["fathom"])
+        work.face.packed_weights = bool(engine["fathom"]["packed_weights"])
         print(
             f"Fathom is ready: {server_args.url()} (model {work.name}, {_of_draft(engine['fathom'])}"
             f"policy {_of_policy(work.face.choice)})",

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 
@@ -16,6 +17,8 @@ from fathom.runtime import config
 from fathom.runtime.config import Policy
 from fathom.server import bounds
 from fathom.server.context import CURRENT, Face, RequestContext, public
+from fathom.server.control import ControlCommunicator
+from fathom.server.errors import ControlError
 from fathom.server.history import Finished
 from fathom.server.metrics import Account, RequestMetrics, outcome_of
 from fathom.server.routes import OTHER
@@ -47,6 +50,18 @@ class FathomTokenizerManager(TokenizerManager):
         super().init_metric_collector_watchdog()
         if self.enable_metrics:
             self.request_metrics = RequestMetrics()
+
+    def init_communicators(self) -> None:
+        super().init_communicators()
+        for member in vars(self).values():
+            if isinstance(member, FanOutCommunicator):
+                member.__class__ = ControlCommunicator
+
+    async def _execute_profile(self, req: Any) -> Any:
+        try:
+            return await super()._execute_profile(req)
+        except RuntimeError as error:
+            raise ControlError(str(error)) from None
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None

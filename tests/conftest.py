@@ -60,7 +60,7 @@ SHARED = (
     "test_speed.py",
     "test_storm.py",
 )
-"""Files of the engine's tests that use the same servers: one worker runs them all."""
+"""Files of the engine's tests that use the same servers: one worker runs them all, another all ``test_http*``."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,6 +71,8 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
+            if Path(file).name.startswith("test_http"):
+                return "http"
             return "shared" if Path(file).name in SHARED else file
 
     return ByFile(config, log)

@@ -136,6 +136,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     """Paged attention on the CPU: float32, bfloat16 and float16, GQA, sliding windows, chunked prefill."""
 
     name = "CPU"
+    packed_weights = 0
+    """Matrices whose weights are packed, which nobody can change or read back."""
     joined_layers = 0
     """Decoder layers that take a few rows in two calls."""
     joined_steps = 0
@@ -159,7 +161,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
         top_indices(torch.zeros(1, 2), 1)
         if not model_runner.server_args.enable_lora:
-            cpu_linear.pack(model_runner.model)
+            self.packed_weights = cpu_linear.pack(model_runner.model)
             self.joined_layers = cpu_layers.join(model_runner.model, self)
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:

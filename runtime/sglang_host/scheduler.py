@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_serving
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
 from fathom.runtime.sglang_host import bursts, devices, kv_schedule, seams
+from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
@@ -37,6 +38,7 @@ class FathomScheduler(Scheduler):
 
     batch_result_processor: SchedulerBatchResultProcessor
     engine_metrics: EngineMetrics | None = None
+    _request_dispatcher: Any
     overlapped_steps = 0  # launched before the result of the step before was processed
     _taken: Any = None  # a result that was processed before its turn
 
@@ -44,6 +46,10 @@ class FathomScheduler(Scheduler):
         self.tp_worker = FathomWorker(
             server_args=self.server_args, gpu_id=self.ps.gpu_id, ps=self.ps, nccl_port=self.nccl_port
         )
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._request_dispatcher = GuardedDispatcher(self._request_dispatcher, self)
 
     def get_output_streamer_class(self) -> type[FathomOutputStreamer]:
         return FathomOutputStreamer
@@ -155,6 +161,7 @@ class FathomScheduler(Scheduler):
             "worker": _name(self.tp_worker),
             "attention_backend": _name(runner.attn_backend),
             "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
+            "packed_weights": getattr(runner.attn_backend, "packed_weights", 0),
             "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
             "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
             "overlapped_steps": self.overlapped_steps,

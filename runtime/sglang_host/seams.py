@@ -13,6 +13,7 @@ from typing import Any
 from fathom.runtime.sglang_host.cpu_seams import CPU_SEAMS
 from fathom.runtime.sglang_host.draft_seams import DRAFT_SEAMS
 from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
+from fathom.runtime.sglang_host.http_seams import HTTP_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
@@ -357,6 +358,7 @@ LEDGER: tuple[Seam, ...] = (
     *KV_SEAMS,
     *DRAFT_SEAMS,
     *GPU_SEAMS,
+    *HTTP_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

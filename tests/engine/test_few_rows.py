@@ -34,6 +34,9 @@ def test_decoding_says_what_prefill_says_of_the_same_tokens(start_server, tmp_pa
     model = save_random_model(tmp_path, family, dtype="bfloat16", **changes)
     server = start_server(model, "--dtype", "bfloat16", "--max-total-tokens", "4000")
     assert server.engine()["joined_layers"] == joined
+    assert server.engine()["packed_weights"] > LAYERS
+    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(model)})
+    assert reply.status_code == 400 and "packed" in reply.json()["message"]
     answers = run(server, PROMPTS)
     assert server.engine()["joined_steps"] >= NEW_TOKENS - 1 if joined else True
     server.flush()

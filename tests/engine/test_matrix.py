@@ -323,6 +323,13 @@ def test_two_devices_draw_the_same_tokens(spread, ending_pair, combination):
     assert got == pytest.approx(want.tolist(), abs=TOLERANCE)
 
 
+def test_what_two_devices_cannot_do_is_refused(spread):
+    for _ in range(2):
+        reply = spread.client.post("/start_expert_distribution_record")
+        assert reply.status_code == 400
+        assert "expert_distribution_recorder_mode" in reply.json()["message"]
+
+
 def test_two_devices_leave_nothing_behind(spread):
     settle(spread)
     assert spread.stop() == 0

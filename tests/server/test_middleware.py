@@ -171,6 +171,15 @@ def test_every_error_of_a_route_has_the_routes_one_format(path, error, client):
     assert path == MESSAGES or "x" in (reply.json.get("param"), reply.json.get("error", {}).get("param"))
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/get_weights_by_name"])
+def test_packed_weights_are_neither_changed_nor_read(path, method, client):
+    reply = client((0, b"{}"), Face(packed_weights=True)).call(path, {}, method)
+    assert reply.status == 400
+    assert "packed for the CPU" in reply.json["message"]
+    assert client((0, b"{}")).call(path, {}, method).status == 200
+
+
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 def test_an_internal_error_tells_nothing(path, client):
     reply = client((0, b'{"message":"no attribute foo"}'), status=500).call(path, {})

@@ -1,0 +1,70 @@
+"""Control requests that fail in the engine: the answers to them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
+
+from fathom.runtime.sglang_host.control import GuardedDispatcher, failure_of, reason_of
+
+
+def fail(request):
+    raise ValueError("why")
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Let the model run in so many processes, of which so many others fail."""
+
+    def build(size=1, others_failed=0):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: count.add_(others_failed))
+        return SimpleNamespace(tp_cpu_group=None)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", [spec[1] for spec in _COMMUNICATOR_SPECS], ids=lambda kind: kind.__name__)
+def test_every_kind_of_answer_can_say_that_its_request_failed(kind):
+    """And arrives as what the HTTP process waits for."""
+    if kind is io_struct.LoRAUpdateOutput:
+        request = io_struct.UnloadLoRAAdapterReqInput(lora_name="x")
+    else:
+        stem = kind.__name__.removesuffix("Output")
+        request = type(stem if hasattr(io_struct, stem) else stem + "Input", (), {})()
+    answer = io_struct.msgpack_decode(io_struct.msgpack_encode(failure_of(request, "why")))
+    assert type(answer) is kind
+    assert reason_of(answer) == "why"
+    assert getattr(answer, "success", False) is False
+
+
+def test_a_session_that_could_not_be_opened_is_told_to_who_waits_for_it():
+    request = io_struct.OpenSessionReqInput(capacity_of_str_len=1, session_id="s")
+    assert failure_of(request, "why").session_id == "s"
+
+
+def test_what_is_not_answered_fails_in_silence(ranks):
+    request = io_struct.ConfigureLoggingReq()
+    assert GuardedDispatcher(fail, ranks())(request) is None
+
+
+def test_generations_and_aborts_are_not_guarded(ranks):
+    with pytest.raises(ValueError, match="why"):
+        GuardedDispatcher(fail, ranks())(io_struct.AbortReq())
+
+
+@pytest.mark.parametrize("handler", [fail, lambda request: "done"])
+def test_processes_that_differ_end(ranks, handler):
+    dispatcher = GuardedDispatcher(handler, ranks(3, others_failed=1))
+    with pytest.raises(RuntimeError, match="in some processes only"):
+        dispatcher(io_struct.GetInternalStateReq())
+
+
+def test_a_request_that_fails_everywhere_is_answered(ranks):
+    answer = GuardedDispatcher(fail, ranks(3, others_failed=2))(io_struct.GetInternalStateReq())
+    assert reason_of(answer) == "why (ValueError)"
+    answered = io_struct.GetInternalStateReqOutput(internal_state={"a": 1})
+    assert GuardedDispatcher(lambda request: answered, ranks(3))(io_struct.GetInternalStateReq()) is answered
+    assert reason_of(answered) is None

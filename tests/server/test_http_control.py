@@ -1,0 +1,51 @@
+"""Requests that control a running server: what cannot be done is refused with a reason, and the server lives on."""
+
+import pytest
+from conftest import save_random_model
+
+ASK = {"text": "the key of", "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
+NO_WEIGHTS = {"names": [], "dtypes": [], "shapes": []}
+
+
+def answer(server):
+    return server.client.post("/generate", json=ASK).json()["text"]
+
+
+@pytest.fixture(autouse=True)
+def the_engine_lives(server):
+    before = answer(server), server.engine()["pid"]
+    yield
+    assert (answer(server), server.engine()["pid"]) == before
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("verb", ["start", "stop", "dump"])
+def test_a_recorder_that_is_not_there(server, verb, method):
+    reply = server.client.request(method, f"/{verb}_expert_distribution_record")
+    assert reply.status_code == 400
+    assert "expert_distribution_recorder_mode" in reply.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/update_weights_from_distributed", NO_WEIGHTS, "Please call `init_weights_update_group` first"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "invalid load key"),
+        ("/resume_memory_occupation", {}, "'kv_cache' (KeyError)"),
+        ("/stop_profile", None, "Profiling is not in progress"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(server, path, body, reason):
+    reply = server.client.post(path, json=body)
+    assert reply.status_code == 400
+    assert reason in str(reply.json())
+
+
+def test_weights_that_are_not_packed_can_be_changed(server, tiny_model, tmp_path):
+    assert server.engine()["packed_weights"] == 0
+    before = answer(server)
+    other = save_random_model(tmp_path, initializer_range=0.3)
+    for model, same in ((other, False), (tiny_model, True)):
+        reply = server.client.post("/update_weights_from_disk", json={"model_path": str(model)})
+        assert reply.status_code == 200, reply.text
+        assert (answer(server) == before) == same
