@@ -156,8 +156,8 @@ def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any]:
     refuse_private(content)
     if path == GENERATE:
         refuse_internal(content)
-    if path == RESPONSES and content.get("input") == []:
-        raise RequestError(400, "input must not be empty", "input")
+    if path == RESPONSES:
+        refuse_response(content)
     refuse_count(content)
     if "fathom" not in content:
         return body, None
@@ -189,6 +189,17 @@ def refuse_internal(content: dict[str, Any]) -> None:
         for name in names if isinstance(holder, dict) else ():
             if holder.get(name) is not None:
                 raise RequestError(400, f"{prefix}{name} is not for clients", prefix + name)
+
+
+def refuse_response(content: dict[str, Any]) -> None:
+    """Refuse a response to nothing, or without room for a token."""
+    if content.get("input") == []:
+        raise RequestError(400, "input must not be empty", "input")
+    limit = content.get("max_output_tokens")
+    if type(limit) is int and limit < 1:
+        raise RequestError(
+            400, f"max_output_tokens must be an integer >= 1, got {limit}", "max_output_tokens"
+        )
 
 
 def refuse_count(content: dict[str, Any]) -> None:

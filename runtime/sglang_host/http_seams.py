@@ -2,7 +2,7 @@
 
 import inspect
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
 
 HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
@@ -49,5 +49,43 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "override",
         "why a profile could not be started or stopped is for the client",
         "req",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.protocol:ResponsesRequest.to_sampling_params",
+        "replace",
+        "a limit of output tokens is what the client gets",
+        "default_max_tokens default_params stop tool_call_constraint",
+        reads_attributes("max_output_tokens"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.http_server:lifespan",
+        "replace",
+        "serves Ollama's routes with the module's `OllamaServing`, ours",
+        check=lambda f: reads_global("OllamaServing")(inspect.unwrap(f)),
+    ),
+    *(
+        relies_on(SERVER, f"entrypoints.ollama.serving:OllamaServing.{method}", "override", why, parameters)
+        for method, why, parameters in (
+            ("_convert_options_to_sampling_params", "maps seeds and answers without a limit", "options"),
+            ("handle_chat", "SGLang's passes on what is no list of token ids", "request raw_request"),
+            *(
+                (
+                    f"_{form}_{route}_response",
+                    "tells the whole text and why it ended",
+                    "gen_request raw_request model_name",
+                )
+                for form in ("generate", "stream")
+                for route in ("chat", "generate")
+            ),
+        )
+    ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.create_abort_task",
+        "call",
+        "ends an Ollama stream whose client has gone",
+        "obj",
     ),
 )

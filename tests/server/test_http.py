@@ -37,7 +37,7 @@ def body(model):
         forms = {
             CHAT: {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0},
             COMPLETIONS: {"model": model, "prompt": text, "max_tokens": tokens, "temperature": 0},
-            RESPONSES: {"model": model, "input": text, "max_output_tokens": tokens + 2, "temperature": 0},
+            RESPONSES: {"model": model, "input": text, "max_output_tokens": tokens, "temperature": 0},
             MESSAGES: {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0},
             GENERATE: {
                 "text": text,
@@ -176,10 +176,12 @@ class TestUnmodifiedOpenAI:
         value = json.loads(answer.choices[0].message.content)
         assert isinstance(value["ok"], bool) and value["n"] in (1, 2)
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_responses(self, server, model, stream):
-        made = server.openai.responses.create(model=model, input="Where?", max_output_tokens=8, stream=stream)
+    @pytest.mark.parametrize(("stream", "limit"), [(False, 1), (False, 8), (True, 8)])
+    def test_responses(self, server, model, stream, limit):
+        ask = {"model": model, "input": "Where?", "max_output_tokens": limit, "temperature": 0}
+        made = server.openai.responses.create(**ask, stream=stream)
         response = list(made)[-1].response if stream else made
+        assert response.usage.output_tokens == limit
         check_account(response.fathom)
 
     def test_a_refusal_is_a_bad_request_error(self, server, model):

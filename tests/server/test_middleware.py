@@ -198,6 +198,14 @@ def test_no_generation_or_too_many_are_refused(path, body, client):
     assert "n must be an integer in [1, 128], got " in message_of(path, reply.json)
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_response_without_room_for_a_token_is_refused(limit, client):
+    reply = client((0, b"{}")).call(RESPONSES, {"max_output_tokens": limit})
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == "max_output_tokens"
+    assert reply.json["error"]["message"] == f"max_output_tokens must be an integer >= 1, got {limit}"
+
+
 def test_an_empty_conversation_is_refused(client):
     reply = client((0, b"{}")).call("/v1/responses", {"input": []})
     assert (reply.status, reply.json["error"]["param"]) == (400, "input")
