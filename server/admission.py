@@ -7,11 +7,12 @@ to the work on an answer that nobody waits for any more.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 
-from fathom.server.routes import GENERATION_ROUTES, error_body, path_of
+from fathom.server.routes import GENERATES, GENERATION_ROUTES, error_body, path_of
 
 DEFAULT_MAX_IN_FLIGHT = 512
 DEFAULT_DRAIN_SECONDS = 120
@@ -56,15 +57,16 @@ class AdmissionMiddleware:
         path, gate = path_of(scope), self._gate
         if gate.draining() and path not in ALLOWED_WHILE_DRAINING:
             await refuse(path, 503, "the server is shutting down", send, DRAIN_RETRY_SECONDS)
-        elif path not in GENERATION_ROUTES:
+        elif path not in GENERATES:
             await self._pass_on(path, scope, receive, send)
         elif gate.in_flight >= gate.max_in_flight:
             message = f"the server is busy: it holds {gate.in_flight} requests, its limit"
             await refuse(path, 503, message, send, BUSY_RETRY_SECONDS)
         else:
             place = Place(gate)
+            app = self._app if path in GENERATION_ROUTES else partial(self._pass_on, path)
             try:
-                await serve_while_wanted(self._app, scope, receive, with_retry_after(send), place.leave)
+                await serve_while_wanted(app, scope, receive, with_retry_after(send), place.leave)
             finally:
                 place.leave()
 

@@ -111,7 +111,7 @@ def launch(
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking
-    from fathom.server import children, ollama, responses
+    from fathom.server import children, keys, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -131,6 +131,7 @@ def launch(
         on_ready(http_server.get_global_state().scheduler_info)
 
     protect.install()
+    keys.install()
     responses.install()
     ollama.install()
     forking.install()

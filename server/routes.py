@@ -1,5 +1,6 @@
 """The generation routes that carry a policy, and each one's error format."""
 
+import os
 from collections.abc import MutableMapping
 from http import HTTPStatus
 from typing import Any
@@ -11,6 +12,18 @@ MESSAGES = "/v1/messages"
 GENERATE = "/generate"
 
 GENERATION_ROUTES = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
+OLLAMA = (
+    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+)
+GENERATES = (
+    *GENERATION_ROUTES,
+    *OLLAMA,
+    "/invocations",
+    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
+)
+"""All routes that generate; those beside the first ones run under the server's default policy."""
+
 WEIGHT_ROUTES = (
     "/update_weights_from_disk",
     "/update_weights_from_tensor",
@@ -59,5 +72,7 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
     if path.startswith(RESPONSES) or path == GENERATE:
         kind = "server_error" if server_fault else "invalid_request_error"
         return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    if path in OLLAMA:
+        return {"error": message}
     kind = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
     return {"object": "error", "message": message, "type": kind, "param": param, "code": status}

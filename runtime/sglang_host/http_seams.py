@@ -52,6 +52,21 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "utils.auth:add_api_key_middleware",
+        "replace",
+        "Anthropic's clients send their keys in another header, and routes have formats of refusals",
+        "app api_key admin_api_key",
+        reads_attributes("add_middleware"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.http_server:_setup_and_run_http_server",
+        "read",
+        "looks for `add_api_key_middleware` in its module when the server starts",
+        check=reads_attributes("add_api_key_middleware"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.openai.protocol:ResponsesRequest.to_sampling_params",
         "replace",
         "a limit of output tokens is what the client gets",

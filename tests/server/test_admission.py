@@ -68,7 +68,7 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario, 10))
 
 
-@pytest.mark.parametrize("path", [CHAT, GENERATE, MESSAGES])
+@pytest.mark.parametrize("path", [CHAT, GENERATE, MESSAGES, "/invocations", "/api/chat", "/vertex_generate"])
 def test_one_too_many_is_told_when_to_come_back(path):
     async def scenario():
         app, gate = App(), Gate(max_in_flight=2)
@@ -80,7 +80,8 @@ def test_one_too_many_is_told_when_to_come_back(path):
         assert late.status == 503 and int(late.headers[b"retry-after"]) >= 1
         assert late.unread, "the body of a refused request is not read"
         content = json.loads(late.sent[1]["body"])
-        message = content.get("message") or content["error"]["message"]
+        error = content.get("error", content)
+        message = error if isinstance(error, str) else error["message"]
         assert message == "the server is busy: it holds 2 requests, its limit"
         app.go.set()
         await asyncio.gather(*(call.task for call in inside))
@@ -105,18 +106,19 @@ def test_other_routes_are_not_counted():
     run(scenario())
 
 
-def test_bodies_of_other_routes_are_bounded():
+@pytest.mark.parametrize("path", ["/tokenize", "/invocations"])
+def test_bodies_of_other_routes_are_bounded(path):
     async def scenario():
         app, gate = App(), Gate(max_body_bytes=4)
         app.go.set()
         middleware = AdmissionMiddleware(app, gate)
-        declared = Call(middleware, "/tokenize", headers=[(b"content-length", b"5")])
+        declared = Call(middleware, path, headers=[(b"content-length", b"5")])
         await declared.task
         assert declared.status == 413 and declared.unread and b"retry-after" not in declared.headers
         assert json.loads(declared.sent[1]["body"])["message"].endswith("larger than the limit of 4 bytes")
-        await Call(middleware, "/tokenize", parts=(b"1234",)).task
+        await Call(middleware, path, parts=(b"1234",)).task
         assert app.seen["body"] == b"1234"
-        await Call(middleware, "/tokenize", parts=(b"12345",)).task
+        await Call(middleware, path, parts=(b"12345",)).task
         assert app.seen["type"] == "http.disconnect"
 
     run(scenario())

@@ -1,0 +1,60 @@
+"""API keys: taken as each route's clients send them, and asked for in the route's error format."""
+
+from typing import Any
+
+from fathom.server.admission import refuse
+from fathom.server.routes import GENERATES, MESSAGES, path_of
+
+REASONS = {401: "the API key is missing or wrong", 403: "the API key does not allow this"}
+
+
+def install() -> None:
+    """Put our middleware around SGLang's check of keys, which it adds when it starts."""
+    from sglang.srt.utils import auth
+
+    add_check = auth.add_api_key_middleware
+
+    def add_both(app: Any, **keys: Any) -> None:
+        add_check(app, **keys)
+        app.add_middleware(KeyFormats)
+
+    auth.add_api_key_middleware = add_both
+
+
+class KeyFormats:
+    """ASGI middleware outside SGLang's check, which knows bearer tokens and one form of refusal."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = path_of(scope) if scope["type"] == "http" else ""
+        if path.startswith(MESSAGES):
+            scope = with_bearer(scope)
+        if path in GENERATES or path.startswith(MESSAGES):
+            send = in_format(path, send)
+        await self._app(scope, receive, send)
+
+
+def with_bearer(scope: Any) -> Any:
+    """The scope of an Anthropic client's request, with its key where others have theirs."""
+    headers = dict(scope["headers"])
+    if b"authorization" in headers or b"x-api-key" not in headers:
+        return scope
+    bearer = (b"authorization", b"Bearer " + headers[b"x-api-key"])
+    return {**scope, "headers": [*scope["headers"], bearer]}
+
+
+def in_format(path: str, send: Any) -> Any:
+    """A ``send`` that gives refusals the route's format."""
+    refused = False
+
+    async def sent(message: Any) -> None:
+        nonlocal refused
+        if message["type"] == "http.response.start" and message["status"] in REASONS:
+            refused = True
+            await refuse(path, message["status"], REASONS[message["status"]], send)
+        elif not refused:
+            await send(message)
+
+    return sent

@@ -1,0 +1,52 @@
+"""A running server that asks for an API key and bounds what it reads."""
+
+import anthropic
+import httpx
+import pytest
+
+from fathom.server.routes import CHAT, MESSAGES, error_body
+
+HELLO = [{"role": "user", "content": "Where is the red box?"}]
+
+
+@pytest.fixture(scope="module")
+def guarded(start_server, tiny_model):
+    return start_server(tiny_model, "--dtype", "float32", "--api-key", "k", "--max-body-mib", "1")
+
+
+def test_a_key_is_asked_for_before_a_body_is_read(guarded):
+    assert guarded.client.post(CHAT, content=b"{").status_code == 401
+    assert guarded.client.get("/fathom").status_code == 401
+    for path in (MESSAGES, MESSAGES + "/count_tokens", CHAT, "/api/chat"):
+        refusal = guarded.client.post(path, json={}, headers={"x-api-key": "j"})
+        assert refusal.status_code == 401
+        assert refusal.json() == error_body(path, 401, "the API key is missing or wrong")
+    reply = httpx.post(guarded.url + CHAT, content=b"{", headers={"authorization": "Bearer k"})
+    assert reply.status_code == 400
+
+
+def test_anthropic_clients_send_their_key_in_a_header_of_their_own(guarded):
+    claude = anthropic.Anthropic(base_url=guarded.url, api_key="k", max_retries=0, timeout=60)
+    ask = {"model": "x", "messages": HELLO}
+    assert claude.messages.count_tokens(**ask).input_tokens > 3
+    assert claude.messages.create(**ask, max_tokens=2).usage.output_tokens == 2
+    assert httpx.post(guarded.url + CHAT, json={}, headers={"x-api-key": "k"}).status_code == 401
+
+
+def test_a_body_over_the_limit(guarded):
+    headers = {"authorization": "Bearer k"}
+    reply = httpx.post(guarded.url + CHAT, json={"messages": "x" * (1 << 20)}, headers=headers)
+    assert reply.status_code == 413
+    assert "larger than the limit of 1048576 bytes" in reply.json()["message"]
+
+
+def test_the_server_ends_cleanly(guarded):
+    """After the tests above: n > 1 answers must not leave anything to wait for."""
+    headers = {"authorization": "Bearer k"}
+    model = httpx.get(guarded.url + "/v1/models", headers=headers).json()["data"][0]["id"]
+    ask = {"model": model, "messages": HELLO, "max_tokens": 2, "n": 2}
+    assert httpx.post(guarded.url + CHAT, json=ask, headers=headers, timeout=60).status_code == 200
+    assert guarded.stop() == 0
+    text = guarded.log.read_text()
+    assert "Fathom is ready: http://127.0.0.1:" in text
+    assert "Traceback" not in text and "leaked" not in text
