@@ -257,9 +257,18 @@ def test_merging_keeps_what_agrees_and_sums_what_counts():
         "other": "y",
         "policy": {"k": 1},
         "first_token_time": 9.0,
+        "longest_burst": 4,
     }
-    other = one | {"a": 2, "other": "z"}
-    expected = {"a": 3, "b": 1.0, "same": "x", "flag": True, "policy": {"k": 1}, "generations": 2}
+    other = one | {"a": 2, "other": "z", "longest_burst": 3}
+    expected = {
+        "a": 3,
+        "b": 1.0,
+        "longest_burst": 4,
+        "same": "x",
+        "flag": True,
+        "policy": {"k": 1},
+        "generations": 2,
+    }
     assert merge([one, other]) == expected
 
 
