@@ -140,21 +140,23 @@ class RequestMetrics:
         """Count one generation that ended: ``stop``, ``length``, ``abort`` or ``error``."""
         self._requests.labels(account.route, account.preset, outcome).inc()
 
-    def observe(
-        self, account: Account, first_token: float, end: float, prompt_tokens: int, output_tokens: int
-    ) -> None:
-        """Record the times and tokens of a generation that ran to its end.
+    def observe_times(self, account: Account, first_token: float, end: float, output_tokens: int) -> None:
+        """Record the times of a generation that ran to its end and put out a token.
 
         Args:
             account: the generation.
             first_token, end: ``time.perf_counter()`` seconds of its first and last token.
-            prompt_tokens, output_tokens: token counts.
+            output_tokens: their number.
         """
         labels = (account.route, account.preset)
         self._ttft.labels(*labels).observe(first_token - account.start)
         self._latency.labels(*labels).observe(end - account.start)
         if output_tokens > 1:
             self._tpot.labels(*labels).observe((end - first_token) / (output_tokens - 1))
+
+    def observe_tokens(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
+        """Record the tokens of a generation that ran to its end, and what they took."""
+        labels = (account.route, account.preset)
         self._prompt.labels(*labels).inc(prompt_tokens)
         self._kept.labels(*labels).inc(account.report.get("kept_tokens", prompt_tokens))
         self._retained.labels(*labels).inc(account.report.get("retained_tokens", prompt_tokens))

@@ -167,16 +167,18 @@ class FathomTokenizerManager(TokenizerManager):
             return
         outcome = outcome_of(recv_obj.finished_reasons[i])
         metrics.count(account, outcome)
-        if outcome in ("abort", "error") or output_tokens == 0:
-            self.face.history.end(ended(account, outcome, recv_obj.prompt_tokens[i], output_tokens))
+        prompt_tokens = recv_obj.prompt_tokens[i]
+        if done := outcome not in ("abort", "error"):
+            metrics.observe_tokens(account, prompt_tokens, output_tokens)
+        if not done or output_tokens == 0:
+            self.face.history.end(ended(account, outcome, prompt_tokens, output_tokens))
             return
         first_token = state.time_stats.first_token_time
         if not state.obj.stream and account.first_token is not None:
             # Without streaming, outputs come in groups: only the scheduler saw the first token.
             first_token = account.first_token
         end = state.time_stats.finished_time
-        prompt_tokens = recv_obj.prompt_tokens[i]
-        metrics.observe(account, first_token, end, prompt_tokens, output_tokens)
+        metrics.observe_times(account, first_token, end, output_tokens)
         self.face.history.end(ended(account, outcome, prompt_tokens, output_tokens, first_token, end))
 
     def _handle_abort_req(self, recv_obj: Any) -> None:

@@ -97,13 +97,16 @@ def test_n_generations_are_counted_with_the_batch():
 
 class Recorder:
     def __init__(self):
-        self.outcomes, self.times = [], []
+        self.outcomes, self.times, self.tokens = [], [], []
 
     def count(self, account, outcome):
         self.outcomes.append((account.route, outcome))
 
-    def observe(self, account, first_token, end, prompt_tokens, output_tokens):
-        self.times.append((first_token, end, prompt_tokens, output_tokens))
+    def observe_times(self, account, first_token, end, output_tokens):
+        self.times.append((first_token, end, output_tokens))
+
+    def observe_tokens(self, account, prompt_tokens, output_tokens):
+        self.tokens.append((prompt_tokens, output_tokens))
 
 
 @pytest.fixture
@@ -151,7 +154,8 @@ def test_the_first_token_is_the_schedulers_without_streaming(manager, stream, fi
     state = state_of(stream)
     state.fathom_account.first_token = 11.0
     manager.collect_metrics(state, output({"type": "length"}), 0)
-    assert manager.request_metrics.times == [(first, 16.0, 3, 6)]
+    assert manager.request_metrics.times == [(first, 16.0, 6)]
+    assert manager.request_metrics.tokens == [(3, 6)]
     (ended,) = manager.face.history.finished
     assert (ended.ttft, ended.latency, ended.tpot) == (first - 10, 6.0, (16 - first) / 5)
     assert (ended.route, ended.preset, ended.outcome) == ("/generate", "exact", "length")
@@ -172,9 +176,18 @@ def test_only_what_ran_to_its_end_is_timed(manager, reason, outcome):
     manager.collect_metrics(state_of(), output(reason), 0)
     assert manager.request_metrics.outcomes == [("/generate", outcome)]
     assert bool(manager.request_metrics.times) == (outcome in ("stop", "length"))
+    assert bool(manager.request_metrics.tokens) == (outcome in ("stop", "length"))
     assert [(g.outcome, g.ttft is None) for g in manager.face.history.finished] == [
         (outcome, outcome in ("abort", "error"))
     ]
+
+
+def test_a_generation_of_no_tokens_is_counted_and_not_timed(manager):
+    manager.collect_metrics(state_of(), output({"type": "length"}, tokens=0), 0)
+    assert manager.request_metrics.outcomes == [("/generate", "length")]
+    assert manager.request_metrics.tokens == [(3, 0)]
+    assert manager.request_metrics.times == []
+    assert [generation.ttft for generation in manager.face.history.finished] == [None]
 
 
 def test_tokens_of_a_stream_are_counted_as_they_come(manager):
