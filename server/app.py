@@ -111,7 +111,7 @@ def launch(
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking
-    from fathom.server import children, keys, ollama, responses
+    from fathom.server import children, detokenize, keys, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -134,6 +134,7 @@ def launch(
     keys.install()
     responses.install()
     ollama.install()
+    detokenize.install()
     forking.install()
     configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
     watch_start(http_server.app, ready.is_set, on_early_end)

@@ -142,13 +142,13 @@ LARGEST = frozenset({"longest_burst"})
 def merge(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """One object for all generations of an answer.
 
-    Counters are summed, of those in ``LARGEST`` the largest is taken; other values stay where all reports agree, and
-    are left out where they do not.
+    Counters are summed, or the largest taken (``LARGEST``); other values stay where all reports agree, and are left
+    out where they do not.
     """
     reports = [public(report) for report in reports]
     merged: dict[str, Any] = {}
     for key in reports[0]:
-        values = [report.get(key) for report in reports]
+        values: list[Any] = [report.get(key) for report in reports]
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             merged[key] = max(values) if key in LARGEST else sum(values)
         elif all(value == values[0] for value in values):

@@ -14,6 +14,8 @@ LOGGERS = (
     "sglang.srt.entrypoints.openai.serving_rerank",  # a chat model has no rerank tokens
     "sglang.srt.models.registry",  # model files whose optional packages are not installed
 )
+FORMATS = ("sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.anthropic.serving")
+"""Loggers of routes that log an illegal request with its traceback."""
 KERNEL_MODULES = (
     "sglang.srt.layers.quantization.awq.awq",
     "sglang.srt.layers.quantization.gguf",
@@ -27,9 +29,20 @@ def hush_loggers() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def without_traceback(record: logging.LogRecord) -> bool:
+    """Log filter: what a client did wrong is told on one line, without the places where SGLang noticed."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ValueError):
+        record.msg, record.args = f"{record.getMessage()} ({' '.join(str(error).split())})", None
+        record.exc_info = None
+    return True
+
+
 def hush_server() -> None:
     """Quieten the HTTP process; the kernels' warnings also in the processes that it starts."""
     hush_loggers()
+    for name in FORMATS:
+        logging.getLogger(name).addFilter(without_traceback)
     rules = [f"ignore::UserWarning:{module}" for module in KERNEL_MODULES]
     os.environ["PYTHONWARNINGS"] = ",".join([*filter(None, [os.environ.get("PYTHONWARNINGS")]), *rules])
     for module in KERNEL_MODULES:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
@@ -72,6 +73,9 @@ class FathomTokenizerManager(TokenizerManager):
             ValueError: for a value that the engine could not survive, and for a cache key in the name space that is
                 reserved for policies.
         """
+        if self.is_pause and str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX):
+            yield await self.get_internal_state()  # generations wait: any other sign of the engine must do
+            return
         context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
             policy = context.policy if context else self.face.default

@@ -2,7 +2,7 @@
 
 import inspect
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
 
 HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
@@ -77,8 +77,8 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         SERVER,
         "entrypoints.http_server:lifespan",
         "replace",
-        "serves Ollama's routes with the module's `OllamaServing`, ours",
-        check=lambda f: reads_global("OllamaServing")(inspect.unwrap(f)),
+        "serves these routes with what the module calls `OllamaServing` and `OpenAIServingDetokenize`, ours",
+        check=lambda f: reads_attributes("OllamaServing OpenAIServingDetokenize")(inspect.unwrap(f)),
     ),
     *(
         relies_on(SERVER, f"entrypoints.ollama.serving:OllamaServing.{method}", "override", why, parameters)
@@ -95,6 +95,28 @@ HTTP_SEAMS: tuple[Seam, ...] = (
                 for route in ("chat", "generate")
             ),
         )
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_base:OpenAIServingBase._validate_request",
+        "override",
+        "its text is the answer to token ids that no tokenizer takes",
+        "_",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_base:OpenAIServingBase.handle_request",
+        "read",
+        "asks for that text before anything else",
+        check=reads_attributes("_validate_request create_error_response"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.http_server:health_generate",
+        "read",
+        "asks for a generation and takes any sign of the engine, also while it is paused",
+        "request",
+        reads_attributes("last_receive_tstamp"),
     ),
     relies_on(
         SERVER,

@@ -41,6 +41,29 @@ def test_what_the_engine_cannot_do_is_refused(server, path, body, reason):
     assert reason in str(reply.json())
 
 
+def test_a_paused_server_is_alive(server):
+    server.client.post("/pause_generation", json={"mode": "in_place"})
+    try:
+        assert server.client.get("/health", timeout=10).status_code == 200
+    finally:
+        server.client.post("/continue_generation", json={})
+
+
+@pytest.mark.parametrize("tokens", [[-1], [[3], [1 << 32]]])
+def test_token_ids_that_no_tokenizer_takes(server, tokens):
+    reply = server.client.post("/v1/detokenize", json={"model": "x", "tokens": tokens})
+    assert reply.status_code == 400
+    assert "tokens must be integers in [0, 4294967295]" in reply.json()["message"]
+
+
+def test_a_clients_mistake_is_logged_on_one_line(server):
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    too_long = {"model": model, "input": "word " * 9000, "stream": True}
+    assert "context length" in server.client.post("/v1/responses", json=too_long).text
+    text = server.log.read_text()
+    assert "context length" in text and "Traceback" not in text
+
+
 def test_weights_that_are_not_packed_can_be_changed(server, tiny_model, tmp_path):
     assert server.engine()["packed_weights"] == 0
     before = answer(server)

@@ -116,6 +116,7 @@ def manager(monkeypatch):
     made.request_metrics = Recorder()
     made.face = Face()
     made.rid_to_state = {}
+    made.is_pause = False
     monkeypatch.setattr(ours.TokenizerManager, "collect_metrics", lambda *_: None)
     monkeypatch.setattr(ours.TokenizerManager, "_release_req_states_on_failure", lambda *_: None)
     return made
