@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from fathom.server.context import RequestContext
-from fathom.server.errors import clean
+from fathom.server.errors import clean, in_names_of
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 KEY = "fathom"
@@ -89,13 +89,12 @@ class EventEcho:
         self._last = event
         return event
 
-    @staticmethod
-    def _error(event: bytes) -> bytes:
+    def _error(self, event: bytes) -> bytes:
         head, mark, payload = event.partition(b"data:")
         content = orjson.loads(payload)
         error = content["error"]
         if isinstance(error, dict) and isinstance(error.get("message"), str):
-            error["message"] = clean(error["message"])
+            error["message"] = in_names_of(self._context.route, clean(error["message"]))
         return head + mark + b" " + orjson.dumps(content) + b"\n\n"
 
     def _ends_answer(self, event: bytes) -> bool:

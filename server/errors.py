@@ -9,11 +9,17 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from fathom.server.routes import FAILED, error_body, path_of
+from fathom.server.routes import COMPLETIONS, FAILED, GENERATE, RESPONSES, error_body, path_of
 
 SHOWN_ERRORS = 3
 SHOWN_CHARACTERS = 500
 MALFORMED = "the request body does not have the form of this route"
+
+
+OTHER_NAMES = {
+    COMPLETIONS: {"top_logprobs_num": "logprobs"},
+    RESPONSES: {"max_new_tokens": "max_output_tokens"},
+}
 
 
 class ControlError(RuntimeError):
@@ -35,6 +41,19 @@ def clean(message: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
+def in_names_of(path: str, message: str) -> str:
+    """A message of the engine with its names of sampling parameters put in the names that clients of ``path`` use."""
+    if path == GENERATE:
+        return message
+    names = {
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "top_logprobs_num": "top_logprobs",
+    }
+    names |= OTHER_NAMES.get(path, {})
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
+
+
 def rewrite(path: str, status: int, body: bytes) -> bytes:
     """An error answer of SGLang in the one format of its route. Anything else than an error is left alone.
 
@@ -48,7 +67,8 @@ def rewrite(path: str, status: int, body: bytes) -> bytes:
         error = {"message": error}
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return body
-    return orjson.dumps(error_body(path, status, clean(error["message"]), error.get("param")))
+    message = in_names_of(path, clean(error["message"]))
+    return orjson.dumps(error_body(path, status, message, error.get("param")))
 
 
 def describe(errors: list[dict[str, Any]]) -> str:

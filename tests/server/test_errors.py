@@ -1,5 +1,7 @@
 """Error texts and the handlers of SGLang's application."""
 
+import json
+import logging
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from fathom.server import errors
 from fathom.server.context import Face
 from fathom.server.errors import clean, describe
 from fathom.server.middleware import PolicyMiddleware
-from fathom.server.routes import CHAT
+from fathom.server.quiet import without_traceback
+from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
 
 
 class Body(BaseModel):
@@ -105,3 +108,31 @@ def test_a_validator_that_breaks_is_the_requests_fault():
     assert (got.status_code, got.json()["message"]) == (400, errors.MALFORMED)
     with pytest.raises(KeyError):
         client.post(CHAT, json={"value": {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (CHAT, "min_tokens must be in [0, max_tokens], and top_logprobs in [0, 5]"),
+        (COMPLETIONS, "min_tokens must be in [0, max_tokens], and logprobs in [0, 5]"),
+        (RESPONSES, "min_tokens must be in [0, max_output_tokens], and top_logprobs in [0, 5]"),
+        (GENERATE, "min_new_tokens must be in [0, max_new_tokens], and top_logprobs_num in [0, 5]"),
+    ],
+)
+def test_messages_have_the_names_that_clients_of_the_route_use(path, expected):
+    message = "min_new_tokens must be in [0, max_new_tokens], and top_logprobs_num in [0, 5]"
+    told = json.loads(errors.rewrite(path, 400, json.dumps({"message": message}).encode()))
+    assert told.get("error", told)["message"] == expected
+
+
+def test_a_clients_mistake_has_no_traceback_in_the_log(caplog):
+    logger = logging.getLogger("of a route")
+    logger.addFilter(without_traceback)
+    for kind in (ValueError, KeyError):
+        try:
+            raise kind("a\nb")
+        except kind:
+            logger.exception("Error in %s", "x")
+    mistake, failure = caplog.records
+    assert (mistake.getMessage(), mistake.exc_info) == ("Error in x (a b)", None)
+    assert failure.getMessage() == "Error in x" and failure.exc_info
