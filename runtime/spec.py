@@ -11,6 +11,9 @@ class Bounds(Protocol):
     def layers(self) -> int | None: ...
 
     @property
+    def span(self) -> int: ...
+
+    @property
     def sfi_selected(self) -> int | None: ...
 
 
@@ -54,7 +57,9 @@ class Spec:
             return f"in ({self.low:g}, {self.high:g}]"
         if self.kind is int:
             high = getattr(limits, self.bound) if self.high is None else self.high
-            return f"an integer in [{self.low}, {high}]" if high else f"an integer >= {self.low}"
+            if self.high is None and self.bound == "layers" and high and limits.span > 1:
+                return f"a multiple of {limits.span} in [{limits.span}, {high}]"
+            return f"an integer in [{self.low:.0f}, {high:.0f}]" if high else f"an integer >= {self.low:.0f}"
         return ""
 
     def _or_words(self) -> str:

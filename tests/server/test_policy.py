@@ -104,7 +104,7 @@ def test_fingerprints_tell_apart_what_computes_prompts_differently(one, other):
         ({"prefill_keep_rate": True}, 'fathom.prefill_keep_rate must be in (0, 1] or "auto", got true'),
         ({"lookahead": 65}, "fathom.lookahead must be an integer in [1, 64], got 65"),
         ({"lookahead": 8.5}, "fathom.lookahead must be an integer in [1, 64], got 8.5"),
-        ({"depth_cutoff": 17}, 'fathom.depth_cutoff must be an integer in [1, 16] or "full", got 17'),
+        ({"depth_cutoff": 17}, 'fathom.depth_cutoff must be a multiple of 4 in [4, 16] or "full", got 17'),
         ({"anchors": "eos"}, 'fathom.anchors must be one of "bos", "none", got "eos"'),
         ({"speculative": "yes"}, 'fathom.speculative must be true or false, got "yes"'),
         ({"preset": "fast"}, 'fathom.preset must be one of "exact", "balanced", "turbo", got "fast"'),
@@ -240,7 +240,7 @@ def test_which_policies_drop_tokens(request_object, drops, every_mechanism):
 def test_the_description_covers_every_field():
     described = config.describe(Limits(16, 4, {"SFI": "no tokenizer is loaded"}))
     assert described.keys() == config.SPECS.keys()
-    assert described["depth_cutoff"]["legal"] == 'an integer in [1, 16] or "full"'
+    assert described["depth_cutoff"]["legal"] == 'a multiple of 4 in [4, 16] or "full"'
     assert not described["decode"]["available"] and described["preset"]["available"]
 
 

@@ -14,8 +14,8 @@ ROUTES = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE]
 LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
 ILLEGAL = [
     ({"depth_cutoff": 6}, "depth_cutoff", "must be a multiple of 4 layers, got 6; nearest: 4, 8"),
-    ({"depth_cutoff": 17}, "depth_cutoff", 'must be an integer in [1, 16] or "full", got 17'),
-    ({"depth_cutoff": 12.0}, "depth_cutoff", 'must be an integer in [1, 16] or "full", got 12.0'),
+    ({"depth_cutoff": 17}, "depth_cutoff", 'must be a multiple of 4 in [4, 16] or "full", got 17'),
+    ({"depth_cutoff": 12.0}, "depth_cutoff", 'must be a multiple of 4 in [4, 16] or "full", got 12.0'),
     ({"tsp_rate": 0.2, "depth_cutoff": 8}, "tsp_rate", "legal: 1.0, or a depth_cutoff above 8; got 0.2"),
     ({"tsp_rate": 0.2, "depth_cutoff": 4}, "tsp_rate", "legal: 1.0, or a depth_cutoff above 8; got 0.2"),
     ({"tsp_rate": 0}, "tsp_rate", "must be in (0, 1], got 0"),
