@@ -42,7 +42,7 @@ def clean(message: str) -> str:
 
 
 def in_names_of(path: str, message: str) -> str:
-    """A message of the engine with its names of sampling parameters put in the names that clients of ``path`` use."""
+    """A message of the engine, with the names that clients of ``path`` have for sampling parameters."""
     if path == GENERATE:
         return message
     names = {

@@ -217,7 +217,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
         (["--output", "1"], "--output must be at least 2"),
         (["--prompts", "64k"], "more than the model's 65536 positions"),
         (["--server-flags", "vllm=--x"], "the servers of this run are"),
-        (["--policy", 'deep={"depth_cutoff": 17}'], "fathom.depth_cutoff must be an integer in [1, 16]"),
+        (["--policy", 'deep={"depth_cutoff": 17}'], "fathom.depth_cutoff must be a multiple of 4 in [4, 16]"),
         (["--policy", 'typo={"depth_cutof": 8}'], "fathom.depth_cutof is not a policy field"),
         (["--study", "nothing"], "unknown study 'nothing'"),
         (["--model", "/nowhere"], "/nowhere: no config.json"),
