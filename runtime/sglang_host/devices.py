@@ -44,7 +44,9 @@ def mean(values: torch.Tensor) -> torch.Tensor:
 
 
 def _devices() -> distributed.ProcessGroup | None:
-    """Those that share the model; None where it is on one."""
+    """Those that share the model; None where it is on one, or in no engine."""
+    if not distributed.is_initialized():
+        return None
     from sglang.srt.runtime_context import get_parallel  # absent where kernels are tried alone
 
     return get_parallel().tp_group.device_group if get_parallel().tp_size > 1 else None

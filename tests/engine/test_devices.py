@@ -1,7 +1,6 @@
 """Which heads a device has. That devices choose the same tokens: ``test_matrix.py``, ``test_two_gpus.py``."""
 
 import pytest
-import torch
 from conftest import save_random_model
 from sglang.srt.configs.model_config import ModelConfig
 
@@ -17,9 +16,3 @@ def test_no_kv_head_that_chooses_is_on_two_devices(tmp_path, count, heads, reaso
     config = ModelConfig(str(folder))
     assert devices.heads_of(config, count) == heads
     assert devices.why_not(config, count) == reason
-
-
-def test_one_device_agrees_with_itself(monkeypatch):
-    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: type("Alone", (), {"tp_size": 1}))
-    values = torch.rand(3)
-    assert devices.mean(values) is values and devices.largest(values) is values
