@@ -133,7 +133,7 @@ def test_only_policies_against_a_dense_fathom_before_them():
 
 
 def test_a_policy_that_no_server_would_take_is_refused(monkeypatch):
-    with pytest.raises(config.PolicyError, match=r"in \[1, 16\]"):
+    with pytest.raises(config.PolicyError, match=r"a multiple of 4 in \[4, 16\]"):
         predict.check([FATHOM, with_body("deep", {"depth_cutoff": 17})], BENCH)
     monkeypatch.setattr(config, "MECHANISMS", frozenset())
     with pytest.raises(config.PolicyError, match="not available in this build"):
