@@ -311,13 +311,13 @@ def runner(**changed):
     """A model of 32 heads over 8 in bfloat16 on a GPU, as far as the choice looks at it."""
     config = SimpleNamespace(
         num_attention_heads=32,
-        get_num_kv_heads=lambda tp: 8,
+        get_num_kv_heads=lambda devices: 8 // devices,
         head_dim=128,
         v_head_dim=128,
         dtype=torch.bfloat16,
     )
     fields = {"model_config": config, "kv_cache_dtype": torch.bfloat16, "device": "cuda"}
-    return SimpleNamespace(**(fields | changed))
+    return SimpleNamespace(**({"ps": SimpleNamespace(tp_size=1)} | fields | changed))
 
 
 @pytest.fixture
