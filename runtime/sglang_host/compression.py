@@ -334,11 +334,15 @@ def selectors(step: CompressionStep, hidden: Hidden) -> dict[str, Callable[[int,
 
 
 def warm_up(keys: torch.Tensor, values: torch.Tensor, heads: int, dtype: torch.dtype) -> None:
-    """Compile what the end of a prompt launches on a GPU, so that no request waits for it (cached on disk).
+    """Compile what chooses at the end of a prompt, so that no request waits for it (cached on disk).
+
+    SpecPrefill chooses on the host, wherever its scores were taken; FastKV where the keys are. The other kernels of
+    a CPU are compiled by its attention backend.
 
     Args:
         keys, values: a layer of the pool, which stays as it is; heads: of its queries, whose type is ``dtype``.
     """
+    top_indices(torch.zeros(1, 2), 1)
     if not runs_triton(keys):
         return
     kv_heads, dim = keys.shape[1:]

@@ -26,7 +26,6 @@ from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_pack
 from fathom.kernels.prefill_attention_cpu import plan_tiles, prefill_attention
 from fathom.kernels.store_kv_cpu import store_kv
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.retain import top_indices
 from fathom.runtime.sglang_host import cpu_layers, cpu_linear, cpu_ops, devices
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 
@@ -159,7 +158,6 @@ class CpuAttentionBackend(SpanAttentionBackend):
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)
         compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
-        top_indices(torch.zeros(1, 2), 1)
         if not model_runner.server_args.enable_lora:
             self.packed_weights = cpu_linear.pack(model_runner.model)
             self.joined_layers = cpu_layers.join(model_runner.model, self)

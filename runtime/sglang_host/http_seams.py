@@ -1,4 +1,4 @@
-"""The seams of SGLang's routes beside those of a generation's account: requests that control the engine."""
+"""The seams of SGLang's routes: requests that control the engine, API keys, limits, Ollama's routes, health."""
 
 import inspect
 
