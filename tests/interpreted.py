@@ -12,7 +12,7 @@ import pytest
 import torch
 from greedy import TOLERANCE, ask
 from oracles import combined, drafted, sfi
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 NEW_TOKENS, TSP, LOOKAHEAD = 4, 2, 2
 MECHANISMS = {
@@ -27,13 +27,13 @@ POLICIES = MECHANISMS | {
     "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
 }
 SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
-FLAGS = (
+SERVED = (
     *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),
     *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
-    *("--gpu-depth-pages", "--device", "cuda"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
 )
+FLAGS = (*SERVED, "--gpu-depth-pages", "--device", "cuda")
 
 
 def prompt_of(name, length=69):
@@ -52,7 +52,7 @@ class Oracle:
     """Answers of a target and its draft, with explicit masks; the target on several devices if asked."""
 
     def __init__(self, target, draft, triggers, devices=1):
-        self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.draft, self.triggers = drafted.Draft(draft), triggers
         self.settings = dataclasses.replace(SETTINGS, devices=devices)
 

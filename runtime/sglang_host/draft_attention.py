@@ -98,7 +98,7 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         config = self.runner.model_config
         heads, _ = devices.heads_of(config, self.runner.ps.tp_size)
-        shape = self.kv_pool.layer_num, max_bs, heads, config.head_dim
+        shape = self.token_to_kv_pool.layer_num, max_bs, heads, config.head_dim
         self.queries = torch.empty(shape, dtype=config.dtype, device=self.req_to_token.device)
 
     def replays(self, requests: int, entries: int) -> bool:

@@ -107,7 +107,7 @@ class KeptForward(SpanForward):
 
     def _run_before(self, index: int, begin: int, end: int) -> None:
         """Compute entries ``begin .. end - 1`` of a request's kept tokens, up to where its plan narrows again."""
-        request, plan, span = self.requests[index], self.works[index].plan, self.backend.kv_pool.span
+        request, plan, span = self.requests[index], self.works[index].plan, self.backend.token_to_kv_pool.span
         upper = next((step.layer for step in plan.steps if step.layer > 0), plan.layers)
         positions = self.before[index][begin:end]
         row = request.kv.req_pool_idx

@@ -1,6 +1,7 @@
 """Fathom's scheduler: SGLang's, with our worker, our reports, and an honest account of what is running."""
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -27,10 +28,32 @@ from fathom.runtime.sglang_host.requests import decides_its_next_step, separate_
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
+logger = logging.getLogger(__name__)
+
 
 def _name(obj: object) -> str:
     cls = type(obj)
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def ignored_window(config: Any, applied: int | None) -> str:
+    """What to tell of a model whose layers should look back over a window, where SGLang lets them see everything.
+
+    Args:
+        config: SGLang's of the model.
+        applied: the window that the model's layers have, in tokens; None where they have none.
+    """
+    text = config.hf_text_config
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    wanted = bool(window) and (kinds is None or "sliding_attention" in kinds)
+    if applied or not wanted or config.context_len <= window:
+        return ""
+    name = config.hf_config.architectures[0]
+    return (
+        f"the model's config asks for a sliding window of {window} tokens, and SGLang's {name} has none: "
+        f"all of a longer prompt is attended to, which the model was not trained for; --context-length {window} "
+        "keeps requests within it"
+    )
 
 
 class FathomScheduler(Scheduler):
@@ -46,6 +69,10 @@ class FathomScheduler(Scheduler):
         self.tp_worker = FathomWorker(
             server_args=self.server_args, gpu_id=self.ps.gpu_id, ps=self.ps, nccl_port=self.nccl_port
         )
+        runner = self.tp_worker.model_runner
+        notice = ignored_window(runner.model_config, runner.sliding_window_size)
+        if notice and self.ps.tp_rank == 0:
+            logger.warning(notice)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()

@@ -87,8 +87,10 @@ class SpanAttentionBackend(AttentionBackend):
                 "multi-query attention; this model has "
                 + ("an encoder" if config.is_encoder_decoder else "multi-head latent attention")
             )
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.kv_pool = model_runner.token_to_kv_pool
+        # SGLang's forward context asks every backend for these two, on behalf of some models.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = self.req_to_token_pool.req_to_token
         self.memory = model_runner.token_to_kv_pool_allocator.memory
         self.pairs: dict[int, KvPair] = {}
         self.taps: dict[int, Tap] = {}
@@ -124,7 +126,7 @@ class SpanAttentionBackend(AttentionBackend):
 
     def store(self, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys and values [rows, kv_heads, dim] to their slots of the layer's pool."""
-        self.kv_pool.set_kv_buffer(layer, slots, k, v)
+        self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
 
     # --- SGLang's interface ---
 
@@ -154,7 +156,7 @@ class SpanAttentionBackend(AttentionBackend):
 
     def span_of(self, layer_id: int) -> int:
         """The span of a layer: layers of one span share a view."""
-        return layer_id // self.kv_pool.span
+        return layer_id // self.token_to_kv_pool.span
 
     def forward_decode(
         self,
@@ -208,7 +210,10 @@ class SpanAttentionBackend(AttentionBackend):
     def _pool(self, layer: "RadixAttention") -> KvPair:
         """Keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of a layer."""
         number = layer.layer_id
-        keys, values = self.kv_pool.get_key_buffer(number), self.kv_pool.get_value_buffer(number)
+        keys, values = (
+            self.token_to_kv_pool.get_key_buffer(number),
+            self.token_to_kv_pool.get_value_buffer(number),
+        )
         known = self.pairs.get(number)
         if known is None or known[0] is not keys or known[1] is not values:
             known = self.pairs[number] = KvPair(keys, values)

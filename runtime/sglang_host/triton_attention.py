@@ -74,8 +74,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
         rows, self.longest = self.req_to_token.shape
         device = self.req_to_token.device
         # Where prefixes are shared, the tables of a step may name more entries than there are slots.
-        spans = getattr(self.kv_pool, "spans", 1)
-        self.tables = DeviceTables(spans, rows, max(self.kv_pool.size, self.longest), rows, device)
+        spans = getattr(self.token_to_kv_pool, "spans", 1)
+        self.tables = DeviceTables(spans, rows, max(self.token_to_kv_pool.size, self.longest), rows, device)
         self.flashinfer, reason = flashinfer_prefill.choose(model_runner, spans, device)
         self.prefill_attention = f"Triton: {reason}" if reason else "FlashInfer"
         self.runner = model_runner
@@ -91,7 +91,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         Attention in the model's type: prefill's for each of its tiles, and decode's; with one split, which writes
         the output, and with several, which write float32 for the merge.
         """
-        pool = self.kv_pool.get_key_buffer(0), self.kv_pool.get_value_buffer(0)
+        pool = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
         kv_heads = pool[0].shape[1]
         there = {"dtype": self.runner.model_config.dtype, "device": pool[0].device}
         room = self.tables.first
@@ -178,7 +178,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             self.set_decode_batch(rows, lengths)
         self.padded_to = forward_batch.batch_size
         views = [self.views[span] for span in range(self.tables.spans)]
-        there = [self.device_view(span * self.kv_pool.span, view) for span, view in enumerate(views)]
+        there = [self.device_view(span * self.token_to_kv_pool.span, view) for span, view in enumerate(views)]
         if self.captures in (ALTERNATING, RENEWING) or self.alternating is not None:
             assert self.captured_step is not None
             self.captured_step.fill(self.padded_to, self.alternating, views, there)

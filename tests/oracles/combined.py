@@ -179,7 +179,7 @@ class Combined(sfi.CachedModel):
             scores = q @ k.repeat_interleave(share, 0).transpose(-1, -2) * self.dim**-0.5
             mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.repeat_interleave(share, 0)
             hidden = hidden + layer.self_attn.o_proj(mixed.transpose(0, 1).reshape(n, -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
             if selects:
                 forced = [0] if how.cutoff is not None and how.anchors == "bos" else []
                 scores = fastkv.saliency(matrix, 1, WINDOW)[0]

@@ -190,7 +190,7 @@ class CachedModel:
             mixed = scores.softmax(-1) @ self.values[i, :, None, : self.length]
             mixed = mixed.reshape(self.heads, len(ids), self.dim).transpose(0, 1).reshape(len(ids), -1)
             hidden = hidden + layer.self_attn.o_proj(mixed)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
             observed.append(scores)
         return self.head(self.body.norm(hidden[-1])), observed
 

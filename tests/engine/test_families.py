@@ -1,0 +1,52 @@
+"""Models that are not plain Llamas."""
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from conftest import save_random_model
+from interpreted import POLICIES, SERVED, Oracle, ask_all
+from noisy import draft_flags
+
+from fathom.runtime.sglang_host.scheduler import ignored_window
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_draft, triggers):
+    """Qwen3-MoE with a Llama as its draft: every mechanism alone and all together, against explicit masks."""
+    target = save_random_model(tmp_path, "Qwen3Moe", **EXPERTS)
+    server = start_server(target, *SERVED, *draft_flags(close_draft))
+    expected = Oracle(target, close_draft, triggers)
+    for name, answer in ask_all(server, POLICIES).items():
+        account = expected.check(name, answer)
+        assert (account["kept_tokens"] < account["prompt_tokens"]) == (
+            name not in ("dense", "SFI", "drafting")
+        )
+    assert server.stop() == 0
+
+
+USED = {"sliding_window": 4096, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "context", "applied", "told"),
+    [
+        ("Mistral", {"sliding_window": 4096}, 32768, None, True),
+        ("Mistral", {"sliding_window": 4096}, 4096, None, False),  # no prompt is longer
+        ("Mistral", {"sliding_window": 4096}, 32768, 4096, False),  # the layers have it
+        ("Mistral", {"sliding_window": None}, 32768, None, False),
+        ("Qwen2", {"sliding_window": 4096}, 32768, None, False),  # not used, as in Qwen2.5
+        ("Qwen2", USED | {"max_window_layers": 28}, 32768, None, True),
+        ("Qwen2", USED | {"max_window_layers": 32}, 32768, None, False),  # in none of the 32 layers
+        ("Llama", {}, 32768, None, False),
+    ],
+)
+def test_a_window_that_sglang_does_not_apply_is_told(family, changes, context, applied, told):
+    config = getattr(transformers, f"{family}Config")(**changes)
+    config.architectures = [f"{family}ForCausalLM"]
+    notice = ignored_window(
+        SimpleNamespace(hf_text_config=config, hf_config=config, context_len=context), applied
+    )
+    assert bool(notice) == told
+    assert not told or (f"{family}ForCausalLM" in notice and "--context-length 4096" in notice)
