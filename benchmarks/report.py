@@ -26,12 +26,14 @@ BUSY = 0.05
 _UNITS = {"ttft": (1.0, "s", 2), "tpot": (1e3, "ms", 1), "e2e": (1.0, "s", 2)}
 
 
-def cpu_model() -> str:
-    """The CPU's name as Linux gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU as Linux gives it, with family and model: cloud machines of several generations share a name."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    fields = [line.partition(":") for line in reversed(lines)]
+    first = {key.strip(): value.strip() for key, _, value in fields}
+    name = first.get("model name") or platform.processor()
+    numbers = [f"{key.removeprefix('cpu ')} {first[key]}" for key in ("cpu family", "model") if key in first]
+    return ", ".join([name, *numbers])
 
 
 def hardware() -> dict:
