@@ -64,9 +64,11 @@ class OfflineEngine:
         server_args = engine_args.build(list(flags))
         from sglang.srt.entrypoints.engine import Engine
 
-        from fathom.runtime.sglang_host import seams
+        from fathom.runtime.sglang_host import forking, seams
 
         seams.verify("server")
+        if not stock:
+            forking.install()
         options: dict[str, Any] = {
             "depth_span": depth_span,
             "tsp_layer": tsp_layer,

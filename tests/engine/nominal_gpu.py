@@ -4,7 +4,7 @@ Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the devi
 run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has to be
 copied before NumPy may see it. So does what PyTorch would send past its operations, and wait for: a list that
 indexes a tensor, ``new_tensor``. SGLang takes its branches for CUDA (``nominal_machine.py``). A graph is the list
-of operations and launches that were captured, done again on the same memory. Engine processes begin with this file.
+of operations and launches that were captured, done again on the same memory. Engine processes are forks.
 """
 
 import contextlib
@@ -37,7 +37,14 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import selector_scores  # noqa: E402
-from fathom.runtime.sglang_host import decode_graphs, draft_side, platform, speculation, tails  # noqa: E402
+from fathom.runtime.sglang_host import (  # noqa: E402
+    decode_graphs,
+    draft_side,
+    forking,
+    platform,
+    speculation,
+    tails,
+)
 from fathom.server.cli import main  # noqa: E402
 
 NAME = "cuda"
@@ -248,6 +255,8 @@ def install():
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
     torch.cuda.is_current_stream_capturing = lambda: Graph.capturing is not None
     FullCudaGraphBackend.capture_one = capture_one
+    # There is no driver that would not survive a fork.
+    forking.FathomCpuPlatform = platform.FathomCudaPlatform
     # There is no NCCL to change to while a graph is captured.
     PyNcclCommunicator.change_state = lambda *_, **__: contextlib.nullcontext()
     # A kernel whose mask the interpreter does not take.
