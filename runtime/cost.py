@@ -20,6 +20,9 @@ from fathom.runtime.config import Policy
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element by the dtype's name in a model's config."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configs call the number of a layer's experts."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -28,6 +31,7 @@ class ModelShape:
     Attributes:
         intermediate: width of the MLP; of all experts that one token uses together.
         kv_itemsize, weight_itemsize: of one KV element and of one weight.
+        experts, experts_per_token: of each layer; 0 where the MLP is one for all tokens.
     """
 
     layers: int
@@ -39,6 +43,8 @@ class ModelShape:
     vocab: int
     kv_itemsize: int = 2
     weight_itemsize: int = 2
+    experts: int = 0
+    experts_per_token: int = 0
 
     @classmethod
     def from_config(
@@ -54,6 +60,7 @@ class ModelShape:
             raise ValueError("latent attention (kv_lora_rank) has no KV heads to count")
         itemsize = ITEMSIZE[str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")]
         heads = config["num_attention_heads"]
+        experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -64,6 +71,8 @@ class ModelShape:
             vocab=config["vocab_size"],
             kv_itemsize=kv_itemsize or itemsize,
             weight_itemsize=weight_itemsize or itemsize,
+            experts=experts,
+            experts_per_token=config["num_experts_per_tok"] if experts else 0,
         )
 
     @property
@@ -82,10 +91,18 @@ class ModelShape:
         """Bytes of one token's key and value at one layer (SPEED, Eq. 1)."""
         return 2 * self.kv_heads * self.head_dim * self.kv_itemsize
 
-    @property
-    def step_weight_bytes(self) -> int:
-        """Bytes of the weights that one decode step reads, whatever its batch."""
-        return (self.layers * self.layer_weights + self.head_weights) * self.weight_itemsize
+    def step_weight_bytes(self, batch: int = 1) -> float:
+        """Bytes of the weights that one decode step of ``batch`` requests reads.
+
+        Of experts, those that some request's token is sent to: their mean number if each goes to any with the same
+        chance.
+        """
+        read: float = self.layers * self.layer_weights + self.head_weights
+        if self.experts:
+            met = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** batch)
+            expert = 3 * self.hidden * self.intermediate / self.experts_per_token
+            read += self.layers * expert * (met - self.experts_per_token)
+        return read * self.weight_itemsize
 
 
 def _intermediate(config: Mapping[str, Any]) -> int:
@@ -396,7 +413,7 @@ class StepBytes:
 
 def decode_bytes(shape: ModelShape, plan: CostPlan, generated: int, batch: int = 1) -> StepBytes:
     """Bytes read by the step that computes the ``generated``-th token of ``batch`` requests of this plan."""
-    return StepBytes(shape.step_weight_bytes, batch * shape.kv_entry_bytes * sum(plan.read(generated)))
+    return StepBytes(shape.step_weight_bytes(batch), batch * shape.kv_entry_bytes * sum(plan.read(generated)))
 
 
 @dataclass(frozen=True)

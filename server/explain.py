@@ -174,6 +174,11 @@ def case_of(options: argparse.Namespace) -> Case:
         notes.append(
             f"The model's context is {context:,} tokens: a server would refuse this prompt and answer."
         )
+    if shape.experts and options.batch > 1:
+        notes.append(
+            f"Weights read: the experts that {options.batch} tokens meet, each going to any "
+            f"{shape.experts_per_token} of {shape.experts} with the same chance."
+        )
     sizes = options.output_tokens, options.batch, options.page_size
     return Case(shape, draft, limits, choice, plan, *sizes, tuple(notes))
 
@@ -261,7 +266,7 @@ def _costs(case: Case, plan: cost.CostPlan) -> dict[str, Any]:
     return {
         "target_flops": cost.prefill_flops(case.shape, plan),
         "draft_flops": cost.draft_flops(plan),
-        "step_weight_bytes": case.shape.step_weight_bytes,
+        "step_weight_bytes": case.shape.step_weight_bytes(case.batch),
         "step_kv_bytes": sum(step.kv for step in reads) / len(reads) if reads else None,
         "span_kv_bytes": held,
         "kv_bytes": sum(held),

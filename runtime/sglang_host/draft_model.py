@@ -129,7 +129,7 @@ class DraftModel:
         shares = [configs[0].num_hidden_layers / configs[1].num_hidden_layers]
         with contextlib.suppress(ValueError, KeyError):  # not every architecture's weights can be counted
             shapes = [ModelShape.from_config(config.hf_config.to_dict()) for config in configs]
-            shares.append(shapes[0].step_weight_bytes / shapes[1].step_weight_bytes)
+            shares.append(shapes[0].step_weight_bytes() / shapes[1].step_weight_bytes())
         return min(max(shares), 1.0)
 
     @property

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -376,6 +377,23 @@ def test_shapes_from_configs():
     )
     experts = {**llama, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 80}
     assert ModelShape.from_config(experts) == replace(LLAMA_8B, intermediate=6144, head_dim=80)
+    counted = ModelShape.from_config({**experts, "num_experts": 128})
+    assert (counted.experts, counted.experts_per_token) == (128, 8)
     for odd, message in (({"kv_lora_rank": 512}, "latent"), ({"n_shared_experts": 1}, "n_shared_experts")):
         with pytest.raises(ValueError, match=message):
             ModelShape.from_config({**experts, **odd})
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16, 4096])
+def test_a_step_reads_the_experts_that_its_tokens_are_sent_to(batch):
+    shape = replace(LLAMA_8B, intermediate=8 * 768, experts=32, experts_per_token=8)
+    one = 3 * shape.hidden * 768 * shape.layers * shape.weight_itemsize
+    generator = torch.Generator().manual_seed(batch)
+    met = []
+    for _ in range(200):
+        sent = torch.rand(batch, 32, generator=generator).topk(8).indices
+        met.append(len(sent.unique()))
+    rest = shape.step_weight_bytes() - 8 * one
+    assert shape.step_weight_bytes(batch) == pytest.approx(rest + one * sum(met) / len(met), rel=0.02)
+    assert shape.step_weight_bytes(batch) <= rest + 32 * one
+    assert LLAMA_8B.step_weight_bytes(batch) == LLAMA_8B.step_weight_bytes()
