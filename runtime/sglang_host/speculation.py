@@ -168,8 +168,9 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
             logits = side.model.read(lists, reads)
     for proposal in proposals:
         grammar, count = proposal.sampler.request.grammar, len(proposal.tokens)
-        if _is_last(proposal):
-            # The target's own choice after the tokens before it is as good, and costs no row.
+        if _is_last(proposal) and proposal.probs[-1] is None:
+            # The target's own choice after the tokens before it is as good, and costs no row. Not so of a token
+            # that was drawn: left out because of what it is, it would be said too rarely.
             proposal.tokens.pop()
             proposal.probs.pop()
         else:
@@ -276,7 +277,7 @@ def settle(
         kept.append(accepted)
         state = side.state(proposal.tail.request)
         state.read, state.guess = proposal.tail.begin + _read_of(proposal, accepted, side), None
-        state.pace.record(len(drafted), accepted)
+        state.pace.record(len(drafted), min(stood, len(tokens)))
         side.totals.proposed += len(drafted)
         side.totals.accepted += accepted
         extra[proposal.index] = accepted
