@@ -42,7 +42,7 @@ SPEED_KV_GIB = {
 
 FASTKV_SPEEDUP = {128: (1.82, 2.87)}
 """FastKV, abstract: the most it gains over the full context, in prefill and in decoding; its Figure 4 (8K to 128K,
-A100, 256 output tokens, T = 15 of 32, rates 0.2 and 0.1) prints no numbers."""
+A100, 256 output tokens, T = 16 of 32, rates 0.2 and 0.1) prints no numbers."""
 
 FASTKV_SCORING = {32: (2.10, 0.04), 64: (5.55, 0.08), 128: (16.99, 0.15)}
 """FastKV, Table 8: prefill and estimation of token importance, in seconds."""

@@ -297,7 +297,7 @@ def policy_plan(
     """The plan of a request's policy, given what the operator set.
 
     Args:
-        tsp_layer: FastKV's T; by default the paper's 15 of 32 layers, in proportion.
+        tsp_layer: FastKV's T; by default half of the layers, as in the paper.
 
     Raises:
         ValueError: where the policy leaves a size to the run (``prefill_keep_rate: "auto"``), or does not fit the
@@ -307,7 +307,7 @@ def policy_plan(
         raise ValueError(f"prefill_keep_rate {policy.prefill_keep_rate!r} is decided per prompt")
     keeps_less = policy.prefill_keep_rate < 1
     fastkv = policy.tsp_rate < 1 or policy.kv_retention_rate < 1
-    at = tsp_layer or max(1, round(layers * 15 / 32))
+    at = tsp_layer or max(1, layers // 2)
     plan = make_plan(
         layers,
         prompt,

@@ -23,7 +23,7 @@ class Face:
         tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
         depth_span: layers per depth page, or None for the model's default.
-        tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to 0.47 L.
+        tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to L / 2.
         profile: file of what was measured for the model, or None.
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="LAYERS",
         help="layers below FastKV's selection of tokens; a multiple of the depth span (default: the one nearest to "
-        "0.47 of the layers)",
+        "half of the layers)",
     )
     memory.add_argument(
         "--propagation-buffer",

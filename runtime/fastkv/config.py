@@ -11,7 +11,7 @@ class FastKVConfig:
 
     Attributes:
         tsp_layer: layers ``1 .. tsp_layer`` see all tokens that entered the model; None where all layers do
-            (section 4.2; 15 of 32 in section 5.1).
+            (section 4.2; 16 of 32 in section 5.1, which counts from 0).
         tsp_rate: fraction of those tokens that go on above it, the window included, in (0, 1] (0.2 in section 5.1).
         retention_rate: fraction of those tokens that each KV head keeps after prefill, the window included, in
             (0, 1] (section 4.4; 0.1 in section 5.2).

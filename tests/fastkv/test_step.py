@@ -9,10 +9,17 @@ POLICY = {"tsp_rate": 0.2, "kv_retention_rate": 0.1, "retention_policy": "salien
 
 
 @pytest.mark.parametrize(
-    ("layers", "span", "layer"), [(32, 1, 15), (32, 8, 16), (36, 1, 17), (16, 4, 8), (4, 1, 2), (4, 4, None)]
+    ("layers", "span", "layer"), [(32, 8, 16), (36, 9, 18), (16, 4, 8), (10, 4, 4), (4, 1, 2), (4, 4, None)]
 )
 def test_the_default_layer_is_nearest_to_the_papers(layers, span, layer):
     assert choose_tsp_layer(layers, span, None) == layer
+
+
+@pytest.mark.parametrize("layers", [32, 36])
+def test_the_default_layer_computes_what_the_paper_says(layers):
+    """60 % of the prefill of Llama-3.1-8B and of Ministral-8B, at a rate of 20 % (section 5.1)."""
+    layer = choose_tsp_layer(layers, 1, None)
+    assert layer + 0.2 * (layers - layer) == pytest.approx(0.6 * layers)
 
 
 @pytest.mark.parametrize(("asked", "near"), [(0, "4, 8"), (6, "4, 8"), (16, "8, 12"), (40, "8, 12")])

@@ -302,8 +302,8 @@ def test_a_draft_is_paid_for_only_where_it_runs():
         ({"depth_cutoff": 24}, {"speed": Speed(24, 1)}),
         ({"depth_cutoff": 24, "anchors": "none"}, {"speed": Speed(24, 0)}),
         ({"prefill_keep_rate": 0.3}, {"specprefill": SpecPrefill(0.3, LLAMA_8B)}),
-        ({"tsp_rate": 0.2}, {"fastkv": FastKV(15, 0.2, 1.0)}),
-        ({"kv_retention_rate": 0.1}, {"fastkv": FastKV(15, 1.0, 0.1)}),
+        ({"tsp_rate": 0.2}, {"fastkv": FastKV(16, 0.2, 1.0)}),
+        ({"kv_retention_rate": 0.1}, {"fastkv": FastKV(16, 1.0, 0.1)}),
         ({"decode": "slow_fast"}, {"slow_fast": SlowFast()}),
     ],
 )
