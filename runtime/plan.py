@@ -255,8 +255,8 @@ def choose_span(layers: int, asked: int | None) -> int:
 
 
 TSP_SHARE = 0.5
-"""FastKV's selection layer as a share of the layers. Section 5.1 counts from 0: all tokens are computed up to layer 15
-of 32 and 17 of 36, which with a fifth of them above makes the 60 % of the prefill that it gives for both."""
+"""FastKV's selection layer as a share of the layers. Section 5.1 counts from 0: all tokens are computed up to its
+layers 15 of 32 and 17 of 36, which with a fifth of them above makes the 60 % of the prefill that it gives."""
 
 
 def choose_tsp_layer(layers: int, span: int, asked: int | None) -> int | None:
