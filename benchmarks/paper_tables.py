@@ -8,6 +8,7 @@ tables are options: `--target tiny --draft tiny-draft --sfi-target tiny-qwen3 --
 
 import argparse
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -93,6 +94,12 @@ def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list
         )
         found.append(Variant("combination", policy, chosen_and_drafted))
     return found
+
+
+def papers_span(layers: int) -> int | None:
+    """The largest span on whose boundaries all of SPEED's cutoffs lie, in proportion; None where that is no span."""
+    cutoffs = [k * layers / 32 for k in papers.SPEED_CUTOFFS]
+    return math.gcd(layers, *map(int, cutoffs)) if all(map(float.is_integer, cutoffs)) else None
 
 
 def scaled(layer: int, layers: int, span: int) -> int:
@@ -290,7 +297,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--kernel-length", type=int, default=16384, help="KV length of SFI's Table 1")
     result.add_argument("--rounds", type=int, default=3)
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    result.add_argument("--depth-span", type=int, help="layers per depth page (default: as fathom serve)")
+    result.add_argument(
+        "--depth-span",
+        type=int,
+        help="layers per depth page (default: SPEED's cutoffs are boundaries of the target)",
+    )
     result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
     result.add_argument("--seed", type=int, default=0)
     sfi_options.add_arguments(result)
@@ -354,7 +365,7 @@ def main(argv: Sequence[str]) -> int:
     target = paper_shapes.sized(args.target)
     draft = paper_shapes.sized(args.draft, target.vocab)
     sfi_target = paper_shapes.sized(args.sfi_target)
-    span = choose_span(target.layers, args.depth_span)
+    span = choose_span(target.layers, args.depth_span or papers_span(target.layers))
     costs = {
         f"{name}_cost": cost.ModelShape.from_config(size.config(1, args.dtype))
         for name, size in (("target", target), ("draft", draft))

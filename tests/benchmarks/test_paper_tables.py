@@ -29,6 +29,8 @@ WORK = (
     "1",
     "--kernel-length",
     "512",
+    "--depth-span",
+    "2",
 )
 SMALL = ("--rounds", "1", "--dtype", "float32", "--sfi-selected", "32", "--sfi-recent", "16")
 POOL = ("--engine-flags", "--max-total-tokens", "4000")
@@ -57,6 +59,15 @@ def written(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tables(written):
     return {title.split(":")[0]: rows for title, rows in written["tables"].items()}
+
+
+def test_the_papers_cutoffs_are_boundaries():
+    for size, span in {"llama-3.1-8b": 4, "llama-1b": 2, "tiny": 1}.items():
+        layers = paper_shapes.sized(size).layers
+        assert paper_tables.papers_span(layers) == span
+        cutoffs = [paper_tables.scaled(k, layers, span) for k in papers.SPEED_CUTOFFS]
+        assert cutoffs == [k * layers // 32 for k in papers.SPEED_CUTOFFS]
+    assert paper_tables.papers_span(36) is None
 
 
 def test_every_table_is_there(tables):
