@@ -97,7 +97,7 @@ def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list
 
 
 def papers_span(layers: int) -> int | None:
-    """The largest span on whose boundaries all of SPEED's cutoffs lie, in proportion; None where that is no span."""
+    """The largest span on whose boundaries SPEED's cutoffs lie, in proportion; None where that is no span."""
     cutoffs = [k * layers / 32 for k in papers.SPEED_CUTOFFS]
     return math.gcd(layers, *map(int, cutoffs)) if all(map(float.is_integer, cutoffs)) else None
 
