@@ -201,6 +201,21 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         "draws what SGLang would draw for a seed",
         "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions return_filtered_probs",
     ),
+    relies_on(
+        SCHEDULER,
+        "constrained.base_grammar_backend:BaseGrammarObject.rollback",
+        "call",
+        "takes drafted tokens back; what does not define it is not drafted for",
+        "k",
+    ),
+    relies_on(
+        SCHEDULER,
+        "constrained.reasoner_grammar_backend:ReasonerGrammarObject.rollback",
+        "read",
+        "stands before another grammar, which takes its own tokens back",
+        "k",
+        reads_attributes("grammar rollback"),
+    ),
     # --- what a selection must keep ---
     relies_on(
         SERVER,

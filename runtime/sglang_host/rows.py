@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
@@ -31,7 +33,8 @@ def drafts(request: Req) -> bool:
     """Whether the request wants drafted tokens, and they can be verified in one pass.
 
     Penalties and a minimal length make a row's distribution depend on what was drafted before it in ways that
-    SGLang's sampler keeps account of for one token per step; such requests run one token at a time.
+    SGLang's sampler keeps account of for one token per step; such requests run one token at a time. So do those
+    whose grammar cannot take tokens back (that of ``outlines``).
     """
     p = request.sampling_params
     plain = p.frequency_penalty == 0 and p.presence_penalty == 0 and p.repetition_penalty == 1
@@ -43,7 +46,15 @@ def drafts(request: Req) -> bool:
         and p.min_new_tokens == 0
         and request.custom_logit_processor is None
         and request.beam_group is None
+        and takes_back(request.grammar)
     )
+
+
+def takes_back(grammar: Any) -> bool:
+    """Whether a grammar can forget tokens that it has accepted; None can."""
+    if isinstance(grammar, ReasonerGrammarObject):
+        grammar = grammar.grammar
+    return grammar is None or type(grammar).rollback is not BaseGrammarObject.rollback
 
 
 def is_greedy(request: Req) -> bool:
