@@ -71,6 +71,11 @@ def grammar_mask(grammar: Any, vocabulary: int) -> torch.Tensor | None:
     return mask
 
 
+def allows(mask: torch.Tensor | None, token: int) -> bool:
+    """Whether a mask of :func:`grammar_mask` allows a token."""
+    return mask is None or bool(mask[0, token // 32] >> token % 32 & 1)
+
+
 class RowSampler:
     """What one request of a batch asks of its rows.
 

@@ -22,7 +22,7 @@ from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
-from fathom.runtime.sglang_host.rows import RowSampler, Run, drafts, grammar_mask
+from fathom.runtime.sglang_host.rows import RowSampler, Run, allows, drafts, grammar_mask
 from fathom.runtime.sglang_host.span_attention import virtual_slots
 from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.staging import send
@@ -134,8 +134,11 @@ def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None
     grammar = proposal.sampler.request.grammar
     for token in tokens:
         mask = grammar_mask(grammar, vocabulary)
-        if grammar is not None and not _accepts(grammar, token):
-            break
+        if grammar is not None:
+            # Not by trying: llguidance does not recover from a token that it forbids.
+            if grammar.is_terminated() or not allows(mask, token):
+                break
+            grammar.accept_token(token)
         proposal.tokens.append(token)
         proposal.probs.append(None)
         proposal.masks.append(mask)
@@ -143,16 +146,6 @@ def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None
     if grammar is not None and proposal.tokens:
         proposal.ended = grammar.is_terminated()
         grammar.rollback(len(proposal.tokens))
-
-
-def _accepts(grammar: Any, token: int) -> bool:
-    if grammar.is_terminated():
-        return False
-    try:
-        grammar.accept_token(token)
-    except ValueError:
-        return False
-    return True
 
 
 def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
