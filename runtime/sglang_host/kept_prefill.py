@@ -117,7 +117,10 @@ class KeptForward(SpanForward):
             self.backend.views[level] = passes.segments([slots], [end - begin])
         tokens = tokens_at(request, positions)
         batch = passes.prepare(self.runner, tokens, positions, np.array([len(positions) - 1]))
+        # Requests of the step that decode slow and fast have no rows here.
+        alternating, self.backend.alternating = self.backend.alternating, None
         self.model.forward_split_prefill(batch.input_ids, batch.positions, batch, (0, upper))
+        self.backend.alternating = alternating
         if plan.propagation is not None and self.compression is not None:
             self.compression.wait(index, positions, batch.hidden_states, batch.residual)
 

@@ -23,6 +23,7 @@ from greedy import TOLERANCE, TOP
 from noisy import draft_flags
 from oracles import combined, drafted, sfi
 from transformers import LlamaForCausalLM
+from waiting import wait_until
 
 from fathom.server import cli
 
@@ -231,6 +232,26 @@ def test_the_live_page_shows_what_was_done(chunked):
     assert "staircase" not in report
     for words in ("compact buffers in use", "of them fast", "stood", "layer 4", "held by requests"):
         assert words in page, words
+
+
+def test_a_prompt_ends_in_several_chunks_beside_slow_and_fast_decoding(chunked, expected):
+    """What the draft chose is more than a chunk, and the last step of the prompt has decode rows in it."""
+    policy, decoding = MECHANISMS["SFI"], [make_prompt(20 + n, 60) for n in range(2)]
+
+    def decode(prompt):
+        return greedy.ask(chunked, prompt, policy, 150)["output_ids"]
+
+    alone = [decode(prompt) for prompt in decoding]
+    chunked.flush()
+    cases = [(make_prompt(n, 300), c) for n, c in enumerate(COMBINATIONS) if "SpecPrefill" in c][:8]
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(decode, prompt) for prompt in decoding]
+        wait_until(lambda: chunked.engine()["slow_fast"]["buffers_in_use"] == 2)
+        for prompt, combination in cases:
+            check(expected, 4, prompt, combination, ask(chunked, prompt, combination))
+        assert not any(answer.done() for answer in answers)
+        assert [answer.result() for answer in answers] == alone
+    settle(chunked)
 
 
 def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expected):
