@@ -165,17 +165,11 @@ class DepthPrefillAdder(PrefillAdder):
         return had - charged - self._saved_before
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> Any:
-        return self._add(req, super().add_one_req, *args, **kwargs)
-
-    def add_one_req_ignore_eos(self, req: Req) -> Any:
-        return self._add(req, super().add_one_req_ignore_eos)
-
-    def _add(self, req: Req, add: Any, *args: Any, **kwargs: Any) -> Any:
         states = self._waiting_states(req)
         if states and self._states and self._states + states > LAYOUT.propagation_buffer:
             return AddReqResult.OTHER
         self._states += states
-        return self._judge(req, len(req.full_untruncated_fill_ids), add, *args, **kwargs)
+        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req, *args, **kwargs)
 
     def _waiting_states(self, req: Req) -> int:
         """The most tokens of a new request whose hidden states may wait: none of a prompt that is computed at once.

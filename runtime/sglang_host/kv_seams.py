@@ -154,7 +154,6 @@ KV_SEAMS: tuple[Seam, ...] = (
         relies_on(SCHEDULER, f"managers.schedule_policy:PrefillAdder.{method}", "override", why, parameters)
         for method, why, parameters in (
             ("add_one_req", "a prompt costs its pages", "req has_chunked_req truncation_align_size"),
-            ("add_one_req_ignore_eos", "a prompt costs its pages", "req"),
             ("add_chunked_req", "a chunk costs its pages", "req"),
             (
                 "_update_prefill_budget",

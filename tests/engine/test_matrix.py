@@ -296,6 +296,19 @@ def test_whole_prompts_four_at_once(start_server, ending_pair, expected):
     finish(server)
 
 
+def test_without_a_prefix_cache(start_server, ending_pair, expected):
+    """SGLang has another admission there, of requests that do not end by themselves."""
+    flags = (*CHUNKED, "--disable-radix-cache", "--propagation-buffer", "200")
+    server = start_server(ending_pair[0], *FLAGS, *flags, *draft_flags(ending_pair[1], 0))
+    jobs = list(zip(documents(), COMBINATIONS, strict=True))
+    random.Random(6).shuffle(jobs)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda job: ask(server, *job), jobs))
+    for (prompt, combination), answer in zip(jobs, answers, strict=True):
+        check(expected, 4, prompt, combination, answer)
+    finish(server)
+
+
 @pytest.fixture(scope="module")
 def spread(start_server, ending_pair):
     """The model on two devices: two processes here, a core for each where there are several."""
