@@ -210,6 +210,14 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "model_executor.runner.eager_runner:EagerRunner.__init__",
+        "read",
+        "has room for as many tokens of one batch",
+        "model_runner",
+        reads_attributes("max_total_num_tokens"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.scheduler:Scheduler.stash_chunked_request",
         "override",
         "a prompt in chunks gets on although beams keep it out of the prefix cache",

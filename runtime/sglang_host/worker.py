@@ -114,9 +114,22 @@ class FathomWorker(TpModelWorker):
             backend.slow_fast, backend.several = self.slow_fast, self.draft_worker is not None
             if backend.several:
                 decode_graphs.share_logits(self.model_runner.device)
+        runner = self.model_runner
+        # It sizes the buffer of a batch's tokens, and shallow prompts may be more tokens than fit at all depths.
+        fits, runner.max_total_num_tokens = runner.max_total_num_tokens, self._longest_batch()
         super().init_cuda_graphs(*args, **kwargs)
+        runner.max_total_num_tokens = fits
         if self.draft_worker is not None:
             self.draft_worker.init_cuda_graphs()
+
+    def _longest_batch(self) -> int:
+        """Tokens of a prefill batch at most."""
+        longest, schedule = self.model_runner.max_total_num_tokens, get_schedule()
+        if not isinstance(self.allocator, DepthAllocator) or (schedule.chunked_prefill_size or 0) > 0:
+            return longest
+        # Whole prompts are added until there are enough tokens, whatever the length of the last one.
+        most = schedule.max_prefill_tokens + self.model_config.context_len
+        return max(longest, min(most, self.allocator.virtual_pages * self.allocator.page_size))
 
     @property
     def allocator(self) -> Any:

@@ -108,6 +108,17 @@ def test_chunks_in_a_small_pool(pressed_server, oracle):
     settle(pressed_server)
 
 
+def test_more_tokens_at_once_than_fit_at_all_depths(start_server, tiny_model, oracle):
+    """A prompt that is longer than the pool's dense tokens, computed whole."""
+    flags = ("--dtype", "float32", "--chunked-prefill-size", "-1", "--max-total-tokens", "500")
+    server = start_server(tiny_model, *flags)
+    prompt = prompts(4)[-1]
+    assert len(prompt) > server.engine()["kv_pool"]["tokens"]
+    for policy in POLICIES[1:5]:
+        check(oracle, prompt, policy, ask(server, prompt, policy))
+    settle(server)
+
+
 def test_retractions(retracting_server, oracle):
     answers = check_matrix(retracting_server, oracle)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 10
