@@ -109,15 +109,15 @@ def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[P
     These tokens go through the target in the same forward as the kept tokens of the prompt, so that the first
     output may be several tokens. Not for a request that decodes slow and fast: its first step is slow.
     """
-    if batch.return_logprob and any(
+    # Log-probabilities of prompt tokens fill the rows of the logits.
+    full = batch.return_logprob and any(
         start < new for start, new in zip(batch.extend_logprob_start_lens, batch.extend_lens, strict=True)
-    ):
-        return []  # log-probabilities of prompt tokens fill the rows of the logits
+    )
     said: list[tuple[int, Prompt]] = []
     for index, request in enumerate(batch.reqs):
         state = side.state(request)
         ahead, state.ahead = state.ahead, None
-        if ahead is not None and drafts(request) and not alternates(request):
+        if ahead is not None and not full and drafts(request) and not alternates(request):
             said.append((index, ahead))
     wanted = [(batch.reqs[i], room_for_output(len(ahead.tokens), batch.reqs[i])) for i, ahead in said]
     proposals = [

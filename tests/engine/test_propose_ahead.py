@@ -1,0 +1,25 @@
+"""What the draft said while it judged a prompt is of use in that step only."""
+
+from types import SimpleNamespace
+
+import torch
+
+from fathom.runtime.draft.pace import Pace, shared_evidence
+from fathom.runtime.sglang_host import speculation
+from fathom.runtime.sglang_host.draft_side import DraftState
+from fathom.runtime.sglang_host.lookahead import Prompt
+
+
+def test_a_look_ahead_that_cannot_be_taken_up_is_dropped():
+    """Where the log-probabilities of another prompt fill the step. When the request is taken back and starts again,
+    it would be what follows the prompt, and not what follows the answer so far."""
+    ahead = Prompt(torch.arange(5, dtype=torch.int32), 3, frozenset(), [7, 8, 9])
+    state = DraftState(Pace(4, 0.1, shared_evidence()), ahead=ahead)
+    batch = SimpleNamespace(
+        return_logprob=True, extend_logprob_start_lens=[5, 0], extend_lens=[5, 5], reqs=["it", "another"]
+    )
+    states = {"it": state, "another": DraftState(Pace(4, 0.1, shared_evidence()))}
+    side = SimpleNamespace(state=states.get)
+    tails = SimpleNamespace(take=lambda _: [], shrink=lambda *_: [])
+    assert speculation.propose_ahead(batch, side, tails) == []
+    assert state.ahead is None
