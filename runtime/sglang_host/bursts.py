@@ -39,8 +39,25 @@ _update_finish_state = Req.update_finish_state
 
 
 def update_finish_state(self: Req, new_accepted_len: int = 1) -> None:
-    """SGLang's look for an end of the answer, over all tokens of a first burst."""
-    _update_finish_state(self, max(new_accepted_len, _NEW_TOKENS.pop(self, 1)))
+    """SGLang's look for an end of the answer, over all tokens of a burst.
+
+    Strings that end the answer are looked for token by token: of several in one burst, SGLang would take the one
+    that was named first, and not the one that comes first.
+    """
+    count, sampling = max(new_accepted_len, _NEW_TOKENS.pop(self, 1)), self.sampling_params
+    if count == 1 or not (sampling.stop_strs or sampling.stop_regex_strs):
+        _update_finish_state(self, count)
+        return
+    later = self.output_ids[1 - count :]
+    del self.output_ids[1 - count :]
+    for place in range(count):
+        _update_finish_state(self)
+        if self.finished():
+            break
+        self.output_ids.extend(later[place : place + 1])
+    else:
+        return
+    self.output_ids.extend(later[place:])
 
 
 class BurstResultProcessor(SchedulerBatchResultProcessor):

@@ -246,6 +246,23 @@ def test_ends_are_found_inside_a_burst(servers, target):
             assert len(answer["meta_info"]["output_token_logprobs"]) == count
 
 
+@pytest.mark.parametrize("policy", [{}, MOST], ids=["whole", "kept"])
+def test_the_first_of_several_strings_ends_the_answer(servers, policy):
+    """Whichever of them was named first, and however many come in one burst."""
+    server, prompt, inside = servers("whole"), make_prompt(8, 350), 0
+    said = [""] + [ask(server, [prompt], policy, count)[0]["text"] for count in range(1, 11)]
+    parts = [text.removeprefix(before) for before, text in itertools.pairwise(said)]
+    for first, later in itertools.combinations(range(10), 2):
+        stop = [parts[later], parts[first]]
+        plain, sped = (ask(server, [prompt], p, 10, stop=stop)[0] for p in (policy, policy | DRAFT))
+        assert sped["text"] == plain["text"] and sped["output_ids"] == plain["output_ids"]
+        for name in ("completion_tokens", "finish_reason"):
+            assert sped["meta_info"][name] == plain["meta_info"][name]
+        assert len(sped["meta_info"]["output_token_logprobs"]) == len(sped["output_ids"])
+        inside += sped["meta_info"]["fathom"]["longest_burst"] > later - first
+    assert inside > 2
+
+
 def test_a_stream_is_the_answer_in_order(servers):
     server, prompt = servers("whole"), make_prompt(9, 90)
     want = ask(server, [prompt], {}, 20)[0]["output_ids"]
