@@ -31,6 +31,10 @@ DEFAULT_MAX_BODY_MIB = 64
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
 closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
+DIAGNOSES = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+"""What SGLang does with the engine processes that are left when one has failed, or at SIGTERM after a failed health
+check: 65 s and more in which the HTTP process does nothing else, SIGTERM included. Off, unless the operator says
+otherwise."""
 
 DESCRIPTION = """Serve a model over HTTP: the OpenAI and Anthropic routes, SGLang's own, and /fathom/info.
 
@@ -368,6 +372,8 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
         )
 
     os.environ.setdefault(*KEEP_ALIVE)
+    for name in DIAGNOSES:
+        os.environ.setdefault(name, "0")
     code = 0
     try:
         early = partial(on_early_end, work.host, work.port)

@@ -1,6 +1,6 @@
 """A real server under overload, with clients that leave or idle, at its end, and when its engine dies.
 
-Two servers are started: each of them is ended by what is tested. About 40 s on two cores.
+Three servers are started: each of them is ended by what is tested. About 90 s on two cores, half of them waiting.
 """
 
 import http.client
@@ -142,3 +142,14 @@ def test_a_dead_engine_ends_the_process_with_a_reason(start_server, tiny_model):
     log = server.log.read_text()
     assert "crashed with exit code -9" in log
     assert log.splitlines()[-1] == "fathom serve: error: an engine process ended; its own report is above"
+
+
+def test_sigterm_is_heard_when_the_engine_hangs(start_server, tiny_model):
+    """As Kubernetes sends it once /health has failed: SGLang waits 15 s for the engine, and ends it."""
+    server = start_server(
+        tiny_model, "--dtype", "float32", "--max-total-tokens", "9000", "--drain-seconds", "1"
+    )
+    os.kill(server.engine()["pid"], signal.SIGSTOP)
+    assert server.client.get("/health").status_code == 503
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(40) == 0
