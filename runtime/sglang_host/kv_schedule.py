@@ -4,6 +4,7 @@ All of it runs while a batch is composed; a forward only reads the tables.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,12 +165,22 @@ class DepthPrefillAdder(PrefillAdder):
             had += self.tree_cache.evictable_size_
         return had - charged - self._saved_before
 
-    def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> Any:
+    def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
+        if (has_chunked_req or self.new_chunked_req is not None) and not self._at_once(req):
+            # One prompt is in chunks at a time. SGLang trusts that it leaves nothing of a batch's tokens; but the
+            # rest of a page, or what the pool has no room for at its depth, is left.
+            return AddReqResult.OTHER
         states = self._waiting_states(req)
         if states and self._states and self._states + states > LAYOUT.propagation_buffer:
             return AddReqResult.OTHER
         self._states += states
-        return self._judge(req, len(req.full_untruncated_fill_ids), super().add_one_req, *args, **kwargs)
+        add = partial(super().add_one_req, has_chunked_req=has_chunked_req)
+        return self._judge(req, len(req.full_untruncated_fill_ids), add, *args, **kwargs)
+
+    def _at_once(self, req: Req) -> bool:
+        """Whether all of a new request can be computed in this batch."""
+        chunk, new = self.rem_chunk_tokens, len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        return chunk is None or self.ceil_paged_tokens(new) <= chunk
 
     def _waiting_states(self, req: Req) -> int:
         """The most tokens of a new request whose hidden states may wait: none of a prompt that is computed at once.
@@ -178,8 +189,7 @@ class DepthPrefillAdder(PrefillAdder):
         """
         if self.token_to_kv_pool_allocator.plan_of(req).propagation is None:
             return 0
-        chunk, new = self.rem_chunk_tokens, len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-        return prompt_tokens(req) if is_judged(req) or (chunk is not None and new > chunk) else 0
+        return prompt_tokens(req) if is_judged(req) or not self._at_once(req) else 0
 
     def add_chunked_req(self, req: Req) -> Any:
         plan = self.token_to_kv_pool_allocator.plan_of(req)

@@ -306,7 +306,30 @@ def test_without_a_prefix_cache(start_server, ending_pair, expected):
         answers = list(pool.map(lambda job: ask(server, *job), jobs))
     for (prompt, combination), answer in zip(jobs, answers, strict=True):
         check(expected, 4, prompt, combination, answer)
+    check_one_in_chunks_at_a_time(server)
     finish(server)
+
+
+def check_one_in_chunks_at_a_time(server):
+    """A token that is decoded beside a chunk leaves it the rest of a page, which the next prompt must not take."""
+    prompts = [make_prompt(n, 150) for n in range(12)]
+    sampling = [
+        {"temperature": 0, "max_new_tokens": 4, "ignore_eos": n % 2 == 1} for n in range(len(prompts))
+    ]
+
+    def ask_for(which):
+        body = {"input_ids": prompts[which], "sampling_params": sampling[which]}
+        return server.client.post("/generate", json=body).json()
+
+    alone = [
+        answer["output_ids"] for which in range(len(prompts)) for answer in ask_for(slice(which, which + 1))
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(greedy.ask, server, make_prompt(30, 20), None, 400)
+        wait_until(lambda: server.engine()["open_accounts"] == 1)
+        together = [answer["output_ids"] for answer in ask_for(slice(None))]
+        assert not running.done()
+    assert together == alone
 
 
 @pytest.fixture(scope="module")
