@@ -159,6 +159,34 @@ class FathomTokenizerManager(TokenizerManager):
             account.first_token = report.get("first_token_time")
             account.report = report
 
+    def convert_logprob_style(
+        self,
+        meta_info: dict[str, Any],
+        state: ReqState,
+        top_logprobs_num: int,
+        token_ids_logprob: list[int] | None,
+        return_text_in_logprobs: bool,
+        recv_obj: Any,
+        recv_obj_index: int,
+    ) -> None:
+        """SGLang's, which fails, and ends the server, for a request that the engine refused: it has no
+        log-probabilities although it asked.
+        """
+        if recv_obj.output_token_logprobs_val is None:
+            self.add_logprob_to_meta_info(
+                meta_info, state, top_logprobs_num, token_ids_logprob, return_text_in_logprobs
+            )
+            return
+        super().convert_logprob_style(
+            meta_info,
+            state,
+            top_logprobs_num,
+            token_ids_logprob,
+            return_text_in_logprobs,
+            recv_obj,
+            recv_obj_index,
+        )
+
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
         super().collect_metrics(state, recv_obj, i)
         account, metrics = account_of(state), self.request_metrics

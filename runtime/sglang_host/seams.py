@@ -95,6 +95,14 @@ LEDGER: tuple[Seam, ...] = (
         "observes TTFT and TPOT",
         "state recv_obj i",
     ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.convert_logprob_style",
+        "override",
+        "a refused request that asked for log-probabilities has none",
+        "meta_info state top_logprobs_num token_ids_logprob return_text_in_logprobs recv_obj recv_obj_index",
+        reads_attributes("add_logprob_to_meta_info"),
+    ),
     *(
         relies_on(
             SERVER, f"managers.tokenizer_manager:TokenizerManager.{method}", "override", why, parameters
