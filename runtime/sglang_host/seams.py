@@ -282,6 +282,13 @@ LEDGER: tuple[Seam, ...] = (
         "seeded sampling on a CPU without sgl_kernel",
         "seed positions col_indices",
     ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:multinomial_with_seed",
+        "replace",
+        "a seeded draw is not compiled in the middle of a request",
+        "logprobs seed positions",
+    ),
     # --- the engine process: a machine without a GPU ---
     relies_on(
         SCHEDULER,

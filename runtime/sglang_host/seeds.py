@@ -5,6 +5,7 @@ every request without a seed the same one. Its samplers draw from (seed, positio
 filling it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
 """
 
+import inspect
 import random
 from typing import Any
 
@@ -56,8 +57,13 @@ def merge_batch(self: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
 
 
 def install(native: bool) -> None:
-    """Put the functions in SGLang's places; where operators are PyTorch's own, also a hash that is not compiled."""
+    """Put the functions in SGLang's places; on a platform of ours, also a hash and a draw that are not compiled.
+
+    SGLang's draw is: everybody would wait for the compiler when the first seeded request comes, and again for the
+    first two at once.
+    """
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
     SamplingBatchInfo.merge_batch = merge_batch
     if native:
         sampler.murmur_hash32 = murmur_hash32
+        sampler.multinomial_with_seed = inspect.unwrap(sampler.multinomial_with_seed)

@@ -3,6 +3,13 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+import torch._dynamo
+from sglang.srt.layers import sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from fathom.runtime.sglang_host import seeds
+
 PROMPT = [17, 33, 250, 12, 99]
 
 
@@ -50,3 +57,27 @@ def test_min_p_beside_a_seed_is_served(server):
 
 def test_a_huge_seed_is_no_crash(server):
     assert len(sample(server, 2**62 + 11)) == 16
+
+
+def test_a_seeded_draw_compiles_nothing(monkeypatch):
+    """On a GPU, too, where PyTorch's compiler is on: nobody waits for it when the first seeded requests come."""
+    for place, names in (
+        (sampler, ("murmur_hash32", "multinomial_with_seed")),
+        (SamplingBatchInfo, ("adjusted_from_schedule_batch", "merge_batch")),
+    ):
+        for name in names:
+            monkeypatch.setattr(place, name, getattr(place, name))
+    seeds.install(native=True)
+    probs = torch.softmax(torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), -1)
+    most, all_of_it, nothing = torch.full((3,), 50), torch.ones(3), torch.zeros(3)
+    seed, position = torch.tensor([7, 2**62, 7]), torch.tensor([4, 5, 4])
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    torch._dynamo.utils.counters.clear()
+
+    def draw(rows):
+        own = (x[rows] for x in (probs, most, all_of_it, nothing))
+        return sampler.top_k_top_p_min_p_sampling_from_probs_torch(*own, False, seed[rows], position[rows])
+
+    alone = torch.cat([draw([row]) for row in range(3)])
+    assert torch.equal(draw([0, 1, 2]), alone)
+    assert not torch._dynamo.utils.counters["frames"]
