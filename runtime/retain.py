@@ -40,6 +40,6 @@ def top_indices(scores: torch.Tensor, count: int, forced: torch.Tensor | None = 
     limit = torch.finfo(torch.float32).max
     scores = scores.float().clamp(-limit, limit).nan_to_num(nan=float("-inf"))
     if forced is not None:
-        scores[..., forced] = float("inf")
+        scores.index_fill_(-1, forced, float("inf"))
     none, everything, budget = (torch.full((), n, device=scores.device) for n in (0, total, kept))
     return stable_top_k(scores, none, everything, budget, kept)[0].long()

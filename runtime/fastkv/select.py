@@ -11,6 +11,7 @@ import torch
 
 from fathom.runtime.fastkv.policies import RetentionContext, RetentionPolicy
 from fathom.runtime.retain import kept_count, top_indices
+from fathom.runtime.staging import send
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def propagated_tokens(
         sizes: at the selection layer.
         rate: share of the tokens that entered the model.
         forced: [f] distinct indices that go on whatever their score, because a deeper step needs them; they count
-            in the budget, and where they and the window exceed it, all of them stay. They may lie in the window.
+            in the budget, and where they and the window exceed it, all of them stay. They may lie in the window. On
+            the host, wherever the scores are.
 
     Returns:
         [kept] int64, ascending indices among the layer's tokens; the last ``window`` ones are always there.
@@ -91,7 +93,7 @@ def _with_window(
     if ranked != sizes.ranked:
         raise ValueError(f"{ranked} scores for {sizes.ranked} tokens before the window")
     if forced is not None:
-        forced = forced[forced < ranked]
+        forced = send(forced[forced < ranked], scores.device)
     window = torch.arange(ranked, sizes.present, device=scores.device)
     best = top_indices(scores, budget - len(window), forced)
     return torch.cat([best, window.expand(rows, -1)], 1)

@@ -296,7 +296,7 @@ class CompressionStep:
         sizes = self._sizes(job, len(job.entered))
         saliency = devices.mean(pool_saliency(mean, sizes.ranked, 1, FastKVConfig.pool))
         anchored = job.work.plan.anchored_above(step.layer)
-        forced = torch.zeros(1, dtype=torch.int64, device=mean.device) if anchored else None
+        forced = torch.zeros(1, dtype=torch.int64) if anchored else None
         kept = propagated_tokens(saliency, sizes, step.rate, forced)
         job.selected = job.entered[kept.cpu().numpy()]
 

@@ -21,6 +21,7 @@ from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.requests import plan_of
+from fathom.runtime.staging import send
 
 
 class DepthAllocator(CpuPagedAllocator):
@@ -142,6 +143,12 @@ class DepthAllocator(CpuPagedAllocator):
         for ids in page_ids:
             self.memory.shared.release(ids.cpu().numpy())
         super()._release_page_ids(*page_ids)
+
+    def free_known(self, pages: np.ndarray) -> None:
+        """Free these virtual pages [pages] int64, none of them twice. Nothing waits for the device."""
+        if len(pages):
+            self.memory.shared.release(pages)
+            super()._release_page_ids(send(pages, self.device))
 
     # --- the idle check ---
 

@@ -1,10 +1,11 @@
 """Room for tokens that may not stay, behind a request's last one: taken for one step, given back where rejected.
 
-All requests of a step at once: what the host has to know of the slots is one copy from the device.
+All requests of a step at once: what the host has to know of the slots is one copy from the device, when they are
+taken. What is given back it knows from then.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,11 +19,16 @@ from fathom.runtime.staging import send
 
 @dataclass(frozen=True)
 class Tail:
-    """Room taken for the tokens ``begin .. begin + count - 1`` of a request."""
+    """Room taken for the tokens ``begin .. begin + count - 1`` of a request.
+
+    Attributes:
+        slots: [count] their virtual slots.
+    """
 
     request: Req
     begin: int
     count: int
+    slots: np.ndarray
 
 
 class Tails:
@@ -50,24 +56,25 @@ class Tails:
                     virtual, physical = virtual - pages, physical - need
                     break
                 count //= 2
-            tails.append(Tail(request, begin, count))
-        self._fill([tail for tail in tails if tail.count])
-        return tails
+            tails.append(Tail(request, begin, count, np.zeros(0, np.int64)))
+        return self._filled(tails) if any(tail.count for tail in tails) else tails
 
-    def _fill(self, tails: Sequence[Tail]) -> None:
-        if not tails:
-            return
-        slots, size = self._slots(tails), self.allocator.page_size
+    def _filled(self, tails: Sequence[Tail]) -> list[Tail]:
+        """The same with slots in their rows, and physical pages behind them."""
+        slots, size = self._slots([tail for tail in tails if tail.count]), self.allocator.page_size
         assert slots is not None, "virtual slots were counted"
         counts = [tail.count for tail in tails]
+        known = np.split(slots.cpu().numpy(), np.cumsum(counts)[:-1])
+        filled = [replace(tail, slots=own) for tail, own in zip(tails, known, strict=True)]
         growth = []
-        for tail, own, known in zip(
-            tails, slots.split(counts), np.split(slots.cpu().numpy(), np.cumsum(counts)[:-1]), strict=True
-        ):
-            row, end = tail.request.kv.req_pool_idx, tail.begin + tail.count
-            self.rows[row, tail.begin : end] = own.to(self.rows.dtype)
-            growth.append(Growth(row, tail.begin, end, known[known % size == 0] // size))
+        for tail, own in zip(filled, slots.split(counts), strict=True):
+            if tail.count:
+                row, end = tail.request.kv.req_pool_idx, tail.begin + tail.count
+                self.rows[row, tail.begin : end] = own.to(self.rows.dtype)
+                fresh = tail.slots[tail.slots % size == 0] // size
+                growth.append(Growth(row, tail.begin, end, fresh))
         self.allocator.memory.grow(growth)
+        return filled
 
     def _slots(self, tails: Sequence[Tail]) -> torch.Tensor | None:
         begins, counts = (
@@ -89,12 +96,14 @@ class Tails:
             tail.request.kv.kv_committed_len += count
 
     def shrink(self, tails: Sequence[Tail], kept: Sequence[int]) -> list[Tail]:
-        """Give back the room of all but the first tokens of each."""
+        """Give back the room of all but the first tokens of each. Nothing waits for the device."""
         memory, size, unused = self.allocator.memory, self.allocator.page_size, []
         for tail, count in zip(tails, kept, strict=True):
-            row = tail.request.kv.req_pool_idx
-            memory.shrink(row, tail.count - count)
-            unused.append(self.rows[row, pages_of(tail.begin + count, size) * size : tail.begin + tail.count])
-        if sum(map(len, unused)):
-            self.allocator.free(torch.cat(unused).long())
-        return [Tail(tail.request, tail.begin, count) for tail, count in zip(tails, kept, strict=True)]
+            memory.shrink(tail.request.kv.req_pool_idx, tail.count - count)
+            first = pages_of(tail.begin + count, size) * size - tail.begin
+            unused.append(tail.slots[first::size] // size)
+        self.allocator.free_known(np.concatenate([np.zeros(0, np.int64), *unused]))
+        return [
+            replace(tail, count=count, slots=tail.slots[:count])
+            for tail, count in zip(tails, kept, strict=True)
+        ]

@@ -3,8 +3,9 @@
 Run with TRITON_INTERPRET=1 and the arguments of ``fathom``. Tensors of the device are wrappers: their operations
 run on the CPU, but as on a GPU an operation that takes tensors of both devices raises, and a tensor has to be
 copied before NumPy may see it. So does what PyTorch would send past its operations, and wait for: a list that
-indexes a tensor, ``new_tensor``. SGLang takes its branches for CUDA (``nominal_machine.py``). A graph is the list
-of operations and launches that were captured, done again on the same memory. Engine processes are forks.
+indexes a tensor, ``new_tensor``. Whatever else waits for the device is counted, and raises while a graph is
+captured. SGLang takes its branches for CUDA (``nominal_machine.py``). A graph is the list of operations and
+launches that were captured, done again on the same memory. Engine processes are forks.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import selector_scores  # noqa: E402
 from fathom.runtime.sglang_host import (  # noqa: E402
+    compression,
     decode_graphs,
     draft_side,
     forking,
@@ -58,6 +60,29 @@ TAKE_BOTH = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
+COUNTS_FIRST = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+}
+"""What makes as many results as the values say, for which PyTorch asks the device."""
+
+
+def asks(func, args, kwargs):
+    """Whether the operation waits for the device though no tensor leaves it."""
+    if func in COUNTS_FIRST:
+        return True
+    if func is aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    if func not in TAKE_BOTH or not args[1:] or not isinstance(args[1], (list, tuple)):
+        return False
+    masks = [x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None]
+    number = len(args) > 2 and args[2].dim() == 0 and not isinstance(args[2], GpuTensor)
+    # A number is filled in where all indices are masks; otherwise it is sent, and waited for.
+    return not all(masks) if number else any(masks)
 
 
 class GpuTensor(torch.Tensor):
@@ -110,7 +135,7 @@ def run(func, args, kwargs):
     others = [x for x in tensors if not isinstance(x, GpuTensor) and x.dim()]
     if there and others and func not in TAKE_BOTH:
         raise RuntimeError(f"{func}: expected all tensors on one device, found {[x.device for x in tensors]}")
-    device = kwargs.get("device")
+    device, asked = kwargs.get("device"), there and asks(func, args, kwargs)
     given = there
     if device is not None:
         there = torch.device(device).type == NAME
@@ -119,6 +144,7 @@ def run(func, args, kwargs):
     args, kwargs = tree_map(values, (args, kwargs))
     result = func(*args, **kwargs)
     answers = func._schema.returns and not any(map(is_tensor, tree_leaves(result)))
+    answers = answers or (given and asked)
     Waits.count += given and bool(answers or not there)
     if graph := Graph.capturing:
         crosses = (given and not there) or (there and others)
@@ -263,7 +289,11 @@ def install():
     VocabParallelEmbedding._use_triton_embedding = lambda *_: False
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
-    for place, names in ((tails.Tails, ("take", "shrink")), (speculation, ("_choose", "_judged"))):
+    for place, names in (
+        (tails.Tails, ("take", "shrink")),
+        (speculation, ("_choose", "_judged")),
+        (compression.CompressionStep, ("_select",)),
+    ):
         for name in names:
             Waits.of(place, name)
     report = draft_side.DraftSide.report
