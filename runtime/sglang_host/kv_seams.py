@@ -112,6 +112,7 @@ KV_SEAMS: tuple[Seam, ...] = (
             ("inc_lock_ref", "node"),
             ("dec_lock_ref", "node params"),
             ("_insert_helper", "node key value priority chunked"),
+            ("_split_node", "key child split_len"),
             ("all_values_flatten", ""),
         )
     ),

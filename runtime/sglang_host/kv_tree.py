@@ -143,9 +143,22 @@ class DepthRadixCache(RadixCache):
         if tokens:
             self.evictable_per_span[: self._depth(node)] += tokens // self.page_size
 
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        front = super()._split_node(key, child, split_len)
+        front.depth = getattr(child, "depth", None)
+        return front
+
     def _depth(self, node: Any) -> int:
-        allocator = self.token_to_kv_pool_allocator
-        return allocator.memory.shared.depth(int(node.value[0]) // self.page_size)
+        """Spans behind the tokens of a node: as many as behind its parent's.
+
+        Only for the first node of a policy's part of the tree the device is asked for a slot.
+        """
+        if getattr(node, "depth", None) is None:
+            node.depth = getattr(node.parent, "depth", None)
+        if node.depth is None:
+            shared = self.token_to_kv_pool_allocator.memory.shared
+            node.depth = shared.depth(int(node.value[0]) // self.page_size)
+        return node.depth
 
 
 def factory(context: Any) -> Any:
