@@ -1,8 +1,10 @@
 """The target's distribution at a row, as SGLang's sampler makes it, for rows that SGLang's step does not sample."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
@@ -165,21 +167,47 @@ class RowSampler:
             torch.arange(position, position + rows, device=logits.device),
         )
 
-    def run(self, logits: torch.Tensor, tokens: list[int]) -> Run:
-        """The tokens with the log-probabilities that the request asked for, from its prepared logits."""
-        found, asked = Run(tokens), self.request.logprob
+    def asked_of(self, logits: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+        """What the request asked for of the tokens' log-probabilities, from its prepared logits, for :meth:`run`.
+
+        Nothing waits for the device.
+
+        Returns:
+            As far as somebody asked: of each token its own [tokens, 1]; the highest and their ids [tokens, n] each;
+            those of the ids asked for [tokens, m].
+        """
+        asked = self.request.logprob
         if not self.request.return_logprob:
-            return found
-        temperature = 1.0 if self.greedy else float(self.info.temperatures[self.index])
+            return []
+        temperature = 1.0 if self.greedy else self.info.temperatures[self.index]
         logprobs = torch.log_softmax(logits[: len(tokens)] / temperature, -1)
         logprobs = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
-        chosen = send(torch.tensor(tokens), logprobs.device).view(-1, 1)
-        found.logprobs = logprobs.gather(1, chosen).view(-1).tolist()
+        found = [logprobs.gather(1, send(torch.tensor(tokens), logprobs.device).view(-1, 1))]
         if asked.top_logprobs_num > 0:
-            values, ids = logprobs.topk(asked.top_logprobs_num)
-            found.top = list(zip(values.tolist(), ids.tolist(), strict=True))
+            found += logprobs.topk(asked.top_logprobs_num)
         if asked.token_ids_logprob is not None:
-            ids = list(asked.token_ids_logprob)
-            values = logprobs.index_select(1, send(torch.tensor(ids), logprobs.device))
-            found.chosen = [(row, ids) for row in values.tolist()]
+            ids = send(torch.tensor(list(asked.token_ids_logprob)), logprobs.device)
+            found.append(logprobs.index_select(1, ids))
         return found
+
+    def run(self, tokens: list[int], found: Iterator[np.ndarray]) -> Run:
+        """The tokens with what :meth:`asked_of` found, taken off the front of ``found``."""
+        run, asked = Run(tokens), self.request.logprob
+        if not self.request.return_logprob:
+            return run
+        run.logprobs = next(found)[:, 0].tolist()
+        if asked.top_logprobs_num > 0:
+            values, ids = next(found).tolist(), next(found).astype(np.int64).tolist()
+            run.top = list(zip(values, ids, strict=True))
+        if asked.token_ids_logprob is not None:
+            run.chosen = [(row, list(asked.token_ids_logprob)) for row in next(found).tolist()]
+        return run
+
+
+def fetched(tensors: Sequence[torch.Tensor]) -> Iterator[np.ndarray]:
+    """The tensors on the host, in float64, which holds token ids and float32 exactly; one wait for all of them."""
+    if not tensors:
+        return iter(())
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return (part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))

@@ -22,7 +22,7 @@ from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
-from fathom.runtime.sglang_host.rows import RowSampler, Run, allows, drafts, grammar_mask
+from fathom.runtime.sglang_host.rows import RowSampler, Run, allows, drafts, fetched, grammar_mask
 from fathom.runtime.sglang_host.span_attention import virtual_slots
 from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.staging import send
@@ -252,12 +252,11 @@ def settle(
     Returns:
         The runs by place in the batch.
     """
-    runs: dict[int, Run] = {}
     extra = torch.zeros_like(batch.seq_lens_cpu)
     judged = [_judged(proposal, logits[proposal.index]) for proposal in proposals]
     found = torch.cat([answer for _, answer in judged]).tolist()
-    kept = []
-    for proposal, (rows, answer) in zip(proposals, judged, strict=True):
+    kept, stand = [], []
+    for proposal, (_, answer) in zip(proposals, judged, strict=True):
         drafted = proposal.tokens
         (stood, *tokens), found = found[: len(answer)], found[len(answer) :]
         tokens = tokens[: stood + 1]
@@ -265,7 +264,7 @@ def settle(
             tokens = tokens[: len(drafted)]  # nothing follows the end
         if proposal.stretch is not None:
             tokens = tokens[: proposal.stretch.ends(tokens)]  # the next step is slow
-        runs[proposal.index] = proposal.sampler.run(rows, tokens)
+        stand.append(tokens)
         accepted = len(tokens) - 1
         kept.append(accepted)
         state = side.state(proposal.tail.request)
@@ -274,10 +273,15 @@ def settle(
         side.totals.proposed += len(drafted)
         side.totals.accepted += accepted
         extra[proposal.index] = accepted
+    samplers = [proposal.sampler for proposal in proposals]
+    asked = zip(samplers, judged, stand, strict=True)
+    numbers = fetched([x for sampler, (rows, _), tokens in asked for x in sampler.asked_of(rows, tokens)])
+    runs = {p.index: p.sampler.run(tokens, numbers) for p, tokens in zip(proposals, stand, strict=True)}
     tails.settle([proposal.tail for proposal in proposals], kept)
-    batch.seq_lens_cpu = batch.seq_lens_cpu + extra.to(batch.seq_lens_cpu)
-    batch.seq_lens = batch.seq_lens + extra.to(batch.seq_lens)
-    batch.orig_seq_lens = batch.orig_seq_lens + extra.to(batch.orig_seq_lens)
+    batch.seq_lens_cpu = batch.seq_lens_cpu + extra
+    more = send(extra, batch.seq_lens.device)
+    batch.seq_lens = batch.seq_lens + more.to(batch.seq_lens.dtype)
+    batch.orig_seq_lens = batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype)
     batch.seq_lens_sum = None
     return runs
 

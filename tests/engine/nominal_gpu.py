@@ -72,17 +72,28 @@ COUNTS_FIRST = {
 
 
 def asks(func, args, kwargs):
-    """Whether the operation waits for the device though no tensor leaves it."""
+    """Whether the host waits for the device though no tensor leaves it."""
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return sends(func, args, kwargs) and not any([*args[2:], kwargs.get("non_blocking")])
     if func in COUNTS_FIRST:
-        return True
+        return isinstance(args[0], GpuTensor)
     if func is aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
-    if func not in TAKE_BOTH or not args[1:] or not isinstance(args[1], (list, tuple)):
+        return isinstance(args[0], GpuTensor) and kwargs.get("output_size") is None
+    if func not in TAKE_BOTH or not isinstance(args[0], GpuTensor):
         return False
     masks = [x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None]
     number = len(args) > 2 and args[2].dim() == 0 and not isinstance(args[2], GpuTensor)
     # A number is filled in where all indices are masks; otherwise it is sent, and waited for.
     return not all(masks) if number else any(masks)
+
+
+def sends(func, args, kwargs):
+    """Whether a copy is one from the host to the device."""
+    if func is aten.copy_.default:
+        return isinstance(args[0], GpuTensor) and not isinstance(args[1], GpuTensor)
+    device = kwargs.get("device")
+    to = device is not None and torch.device(device).type == NAME
+    return to and not isinstance(args[0], GpuTensor)
 
 
 class GpuTensor(torch.Tensor):
@@ -135,7 +146,7 @@ def run(func, args, kwargs):
     others = [x for x in tensors if not isinstance(x, GpuTensor) and x.dim()]
     if there and others and func not in TAKE_BOTH:
         raise RuntimeError(f"{func}: expected all tensors on one device, found {[x.device for x in tensors]}")
-    device, asked = kwargs.get("device"), there and asks(func, args, kwargs)
+    device, asked = kwargs.get("device"), asks(func, args, kwargs)
     given = there
     if device is not None:
         there = torch.device(device).type == NAME
@@ -144,11 +155,10 @@ def run(func, args, kwargs):
     args, kwargs = tree_map(values, (args, kwargs))
     result = func(*args, **kwargs)
     answers = func._schema.returns and not any(map(is_tensor, tree_leaves(result)))
-    answers = answers or (given and asked)
-    Waits.count += given and bool(answers or not there)
+    Waits.count += bool(asked or (given and (answers or not there)))
     if graph := Graph.capturing:
         crosses = (given and not there) or (there and others)
-        if crosses or (given and answers):
+        if crosses or asked or (given and answers):
             raise RuntimeError(
                 f"{func}: a captured step would wait for the device, or read the host's memory"
             )
@@ -291,7 +301,7 @@ def install():
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     for place, names in (
         (tails.Tails, ("take", "shrink")),
-        (speculation, ("_choose", "_judged")),
+        (speculation, ("_choose", "_judged", "settle")),
         (compression.CompressionStep, ("_select",)),
     ):
         for name in names:

@@ -160,6 +160,7 @@ def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
     assert not any(waits.pop("shrink").values())  # what is given back is known from when it was taken
     for most in (waits["take"], waits["_choose"]):
         assert max(map(int, most)) == 3 and max(most.values()) <= 1
+    assert waits["settle"]["3"] == 2  # for what stands, and for its log-probabilities
 
 
 def test_the_host_waits_once_for_what_goes_on_above_the_selection(server, answers):

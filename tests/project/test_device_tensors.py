@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
 FILES = sorted(RUNTIME.rglob("*.py"))
@@ -31,6 +32,13 @@ def method_of(node):
     return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
 
 
+def names_a_dtype(call):
+    """Whether ``tensor.to(…)`` asks for another type alone: ``torch.int64``, ``x.dtype``, ``dtype=…``."""
+    asked = [*call.args, *(word.value for word in call.keywords if word.arg == "dtype")]
+    names = [ast.unparse(node).rpartition(".")[2] for node in asked]
+    return len(names) == 1 and (names[0] == "dtype" or isinstance(getattr(torch, names[0], None), torch.dtype))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_numpy_sees_copies(path):
     found = {ast.unparse(call) for call, tensor in calls(path, "numpy") if method_of(tensor) != "cpu"}
@@ -45,6 +53,7 @@ def test_what_is_sent_is_staged(path):
     assert [
         ast.unparse(call) for call, tensor in calls(path, "to") if method_of(tensor) == "from_numpy"
     ] == []
+    assert {ast.unparse(call) for call, _ in calls(path, "to") if not names_a_dtype(call)} == set()
     assert [ast.unparse(call) for call, _ in calls(path, "pin_memory")] == []
     assert [ast.unparse(call) for call, _ in calls(path, "cuda")] == []
     assert [ast.unparse(call) for call, _ in calls(path, "new_tensor")] == []
