@@ -36,7 +36,9 @@ def names_a_dtype(call):
     """Whether ``tensor.to(…)`` asks for another type alone: ``torch.int64``, ``x.dtype``, ``dtype=…``."""
     asked = [*call.args, *(word.value for word in call.keywords if word.arg == "dtype")]
     names = [ast.unparse(node).rpartition(".")[2] for node in asked]
-    return len(names) == 1 and (names[0] == "dtype" or isinstance(getattr(torch, names[0], None), torch.dtype))
+    return len(names) == 1 and (
+        names[0] == "dtype" or isinstance(getattr(torch, names[0], None), torch.dtype)
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
