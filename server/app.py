@@ -111,7 +111,7 @@ def launch(
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking
-    from fathom.server import children, detokenize, keys, ollama, responses
+    from fathom.server import children, detokenize, keys, labels, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -132,6 +132,7 @@ def launch(
 
     protect.install()
     keys.install()
+    labels.install()
     responses.install()
     ollama.install()
     detokenize.install()

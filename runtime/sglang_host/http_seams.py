@@ -1,8 +1,17 @@
 """The seams of SGLang's routes: requests that control the engine, API keys, limits, Ollama's routes, health."""
 
 import inspect
+from types import CodeType
+from typing import Any
 
 from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+
+
+def _asks_for_the_endpoint(function: Any) -> bool:
+    """Whether the middleware that a function adds looks for the endpoint in its module, before the method."""
+    inner = (code.co_names for code in function.__code__.co_consts if isinstance(code, CodeType))
+    return any(names[:2] == ("_get_fastapi_request_path", "method") for names in inner)
+
 
 HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
@@ -64,6 +73,20 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "read",
         "looks for `add_api_key_middleware` in its module when the server starts",
         check=reads_attributes("add_api_key_middleware"),
+    ),
+    relies_on(
+        SERVER,
+        "utils.common:_get_fastapi_request_path",
+        "replace",
+        "a path that a client made up is no label of a counter",
+        "request",
+    ),
+    relies_on(
+        SERVER,
+        "utils.common:add_prometheus_track_response_middleware",
+        "read",
+        "asks for a request's endpoint, and then for its method",
+        check=_asks_for_the_endpoint,
     ),
     relies_on(
         SERVER,

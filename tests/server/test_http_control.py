@@ -72,3 +72,26 @@ def test_weights_that_are_not_packed_can_be_changed(server, tiny_model, tmp_path
         reply = server.client.post("/update_weights_from_disk", json={"model_path": str(model)})
         assert reply.status_code == 200, reply.text
         assert (answer(server) == before) == same
+
+
+def test_what_clients_make_up_is_no_label(server):
+    def ask(number):
+        for method, path in (
+            ("GET", f"/no/such/{number}"),
+            ("POST", f"/v1/models/{number}"),
+            (f"X{number}", "/"),
+        ):
+            assert server.client.request(method, path).status_code in (404, 405)
+
+    ask(0)
+    server.series()  # an answer of /metrics is counted after it was written
+    before = set(server.series("sglang:http_"))
+    for number in range(1, 9):
+        ask(number)
+    assert set(server.series("sglang:http_")) == before
+    assert (
+        server.series("sglang:http_responses")[
+            'sglang:http_responses_total{endpoint="other",method="GET",status_code="404"}'
+        ]
+        >= 9
+    )
