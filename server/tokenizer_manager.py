@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import re
 import sys
 import time
@@ -31,6 +32,9 @@ PROTECTED_KEY = "fathom_protected"
 """Member of ``custom_params`` that holds the token ranges a selection must keep."""
 
 CACHE_KEY_PREFIX = "fathom/"
+
+MOST_LOGGED = 3
+"""SGLang's highest level of logging requests (``--log-requests-level``)."""
 
 _UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'")
 
@@ -63,6 +67,21 @@ class FathomTokenizerManager(TokenizerManager):
             return await super()._execute_profile(req)
         except RuntimeError as error:
             raise ControlError(str(error)) from None
+
+    def configure_logging(self, obj: Any) -> None:
+        """SGLang's, with illegal levels refused before anything is changed.
+
+        Raises:
+            ControlError: naming the field and what is legal.
+        """
+        known = logging.getLevelNamesMapping()
+        if obj.log_level is not None and obj.log_level.upper() not in known:
+            legal = ", ".join(name.lower() for name in known)
+            raise ControlError(f"log_level must be one of {legal}, got {obj.log_level[:40]!r}")
+        level = obj.log_requests_level
+        if level is not None and not 0 <= level <= MOST_LOGGED:
+            raise ControlError(f"log_requests_level must be an integer in [0, {MOST_LOGGED}], got {level}")
+        super().configure_logging(obj)
 
     async def generate_request(
         self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None

@@ -114,6 +114,7 @@ LEDGER: tuple[Seam, ...] = (
             ("_send_one_request", "tells SGLang's own prefix request from a client's", "tokenized_obj"),
             ("_handle_abort_req", "counts aborted generations", "recv_obj"),
             ("_release_req_states_on_failure", "counts generations that never reached the engine", "rids"),
+            ("configure_logging", "an illegal level is refused before anything is changed", "obj"),
             ("sigterm_watchdog", "bounds the time that running requests have after SIGTERM", ""),
         )
     ),

@@ -33,6 +33,8 @@ def test_a_recorder_that_is_not_there(server, verb, method):
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}, "invalid load key"),
         ("/resume_memory_occupation", {}, "'kv_cache' (KeyError)"),
         ("/stop_profile", None, "Profiling is not in progress"),
+        ("/configure_logging", {"log_level": "loud"}, "log_level must be one of critical, "),
+        ("/configure_logging", {"log_requests_level": 4}, "log_requests_level must be an integer in [0, 3]"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused(server, path, body, reason):
