@@ -137,7 +137,7 @@ class RequestMetrics:
         )
 
     def count(self, account: Account, outcome: str) -> None:
-        """Count one generation that ended: ``stop``, ``length``, ``abort`` or ``error``."""
+        """Count one generation that ended: ``stop``, ``length``, ``abort``, ``error`` or ``refused``."""
         self._requests.labels(account.route, account.preset, outcome).inc()
 
     def observe_times(self, account: Account, first_token: float, end: float, output_tokens: int) -> None:
@@ -179,12 +179,16 @@ class RequestMetrics:
         self._fallbacks.labels(*labels).inc(report.get("dense_fallbacks", 0))
 
 
+UNFINISHED = ("abort", "error", "refused")
+"""Outcomes of generations that did not run to their end."""
+
+
 def outcome_of(finish_reason: dict[str, Any]) -> str:
-    """The outcome label of SGLang's finish reason. An abort with a status code is an engine error."""
-    kind = finish_reason.get("type", "stop")
-    if kind == "abort":
-        return "error" if finish_reason.get("status_code") else "abort"
-    return kind
+    """The outcome label of SGLang's finish reason: an abort with a status below 500 is the client's own doing."""
+    kind, status = finish_reason.get("type", "stop"), finish_reason.get("status_code")
+    if kind != "abort" or not status:
+        return kind
+    return "error" if status >= 500 else "refused"
 
 
 class TextFormat:

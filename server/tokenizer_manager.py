@@ -22,7 +22,7 @@ from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator
 from fathom.server.errors import ControlError
 from fathom.server.history import Finished
-from fathom.server.metrics import Account, RequestMetrics, outcome_of
+from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 from fathom.server.routes import OTHER
 
 POLICY_KEY = "fathom"
@@ -219,7 +219,7 @@ class FathomTokenizerManager(TokenizerManager):
         outcome = outcome_of(recv_obj.finished_reasons[i])
         metrics.count(account, outcome)
         prompt_tokens = recv_obj.prompt_tokens[i]
-        if done := outcome not in ("abort", "error"):
+        if done := outcome not in UNFINISHED:
             metrics.observe_tokens(account, prompt_tokens, output_tokens)
         if not done or output_tokens == 0:
             self.face.history.end(ended(account, outcome, prompt_tokens, output_tokens))
@@ -241,7 +241,7 @@ class FathomTokenizerManager(TokenizerManager):
         states = [state for rid in rids if (state := self.rid_to_state.get(rid)) is not None]
         # Once a part was sent to the scheduler, its answer to the abort is what is counted.
         if not any(state.dispatched for state in states):
-            outcome = "error" if isinstance(sys.exc_info()[1], Exception) else "abort"
+            outcome = outcome_of_failure(sys.exc_info()[1])
             for state in states:
                 self._count_unfinished(state, outcome)
         super()._release_req_states_on_failure(rids)
@@ -267,6 +267,13 @@ def ended(
         return Finished(time.perf_counter(), *labels, report=account.report)
     tpot = (end - first_token) / (output_tokens - 1) if output_tokens > 1 else None
     return Finished(end, *labels, first_token - account.start, tpot, end - account.start, account.report)
+
+
+def outcome_of_failure(error: BaseException | None) -> str:
+    """The outcome of a generation that ended in this process: routes answer a ``ValueError`` with status 400."""
+    if isinstance(error, ValueError):
+        return "refused"
+    return "error" if isinstance(error, Exception) else "abort"
 
 
 def rids_of(obj: GenerateReqInput) -> list[str]:

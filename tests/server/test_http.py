@@ -372,7 +372,7 @@ def test_tokens_and_outcomes_are_counted_once(client, body):
     after = metrics(client)
     where = {"route": CHAT, "preset": "exact"}
     assert difference(before, after, "fathom:requests_total", outcome="length", **where) == 4
-    assert difference(before, after, "fathom:requests_total", outcome="error", **where) == 1
+    assert difference(before, after, "fathom:requests_total", outcome="refused", **where) == 1
     assert difference(before, after, "fathom:requests_total") == 5
     assert difference(before, after, "fathom:request_output_tokens_total", **where) == 20
     assert difference(before, after, "fathom:time_to_first_token_seconds_count", **where) == 4

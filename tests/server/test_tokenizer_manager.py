@@ -168,6 +168,7 @@ def test_the_first_token_is_the_schedulers_without_streaming(manager, stream, fi
     [
         ({"type": "abort"}, "abort"),
         ({"type": "abort", "status_code": 503}, "error"),
+        ({"type": "abort", "status_code": 400}, "refused"),
         ({"type": "stop", "matched": 1}, "stop"),
         ({"type": "length"}, "length"),
     ],
@@ -179,7 +180,7 @@ def test_only_what_ran_to_its_end_is_timed(manager, reason, outcome):
     assert bool(manager.request_metrics.times) == (outcome in ("stop", "length"))
     assert bool(manager.request_metrics.tokens) == (outcome in ("stop", "length"))
     assert [(g.outcome, g.ttft is None) for g in manager.face.history.finished] == [
-        (outcome, outcome in ("abort", "error"))
+        (outcome, outcome in ("abort", "error", "refused"))
     ]
 
 
@@ -208,13 +209,17 @@ def test_health_checks_and_running_requests_are_not_counted(manager):
     assert not manager.request_metrics.outcomes and not manager.face.history.finished
 
 
-def test_a_request_that_never_reached_the_scheduler_is_an_error(manager):
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(ValueError("too long"), "refused"), (RuntimeError("no"), "error")]
+)
+def test_a_request_that_never_reached_the_scheduler(manager, error, outcome):
+    """What its client did wrong is no error of the server, which an alert would ring for."""
     manager.rid_to_state = {"a": state_of()}
     try:
-        raise ValueError("too long")
-    except ValueError:
+        raise error
+    except Exception:
         manager._release_req_states_on_failure(["a", "gone"])
-    assert manager.request_metrics.outcomes == [("/generate", "error")]
+    assert manager.request_metrics.outcomes == [("/generate", outcome)]
 
 
 def test_a_client_that_left_is_an_abort_and_counted_once(manager):
