@@ -8,6 +8,7 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from fathom.server.routes import COMPLETIONS, FAILED, GENERATE, RESPONSES, error_body, path_of
 
@@ -111,6 +112,12 @@ async def on_invalid_request(request: Request, error: RequestValidationError) ->
     return JSONResponse(body, status_code=400)
 
 
+async def on_no_route(request: Request, error: HTTPException) -> JSONResponse:
+    """A path that no route has, or a method that its route does not take: the answer in the path's format."""
+    body = error_body(path_of(request.scope), error.status_code, str(error.detail))
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
 async def on_control_error(request: Request, error: Exception) -> JSONResponse:
     """A request to control the engine that failed there: 400 with the engine's reason."""
     return JSONResponse(error_body(path_of(request.scope), 400, clean(str(error))), status_code=400)
@@ -124,5 +131,6 @@ async def on_failure(request: Request, error: Exception) -> JSONResponse:
 def install(app: FastAPI) -> None:
     """Replace SGLang's handlers of these errors."""
     app.add_exception_handler(RequestValidationError, on_invalid_request)
+    app.add_exception_handler(HTTPException, on_no_route)
     app.add_exception_handler(ControlError, on_control_error)
     app.add_exception_handler(Exception, on_failure)

@@ -62,6 +62,23 @@ def test_an_exception_is_not_shown(app):
     assert "secret" not in reply.text and "internal error" in reply.json()["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "told"),
+    [
+        ("/v1/embeddings", 405, {"object": "error", "type": "MethodNotAllowedError", "code": 405}),
+        ("/v1/messages/count_tokens", 405, {"type": "error"}),
+        ("/v1/nothing", 404, {"object": "error", "type": "NotFoundError", "code": 404}),
+        ("/v1/messages/nothing", 404, {"type": "error"}),
+    ],
+)
+def test_what_no_route_takes_is_refused_in_the_paths_format(app, path, status, told):
+    reply = app.get(path)
+    body = reply.json()
+    assert reply.status_code == status and body.items() >= told.items()
+    assert body.get("error", body)["message"] in ("Method Not Allowed", "Not Found")
+    assert ("allow" in reply.headers) == (status == 405)
+
+
 def test_many_errors_are_counted():
     found = [{"loc": ("body", f"f{n}"), "msg": "Value error, bad"} for n in range(5)]
     assert describe(found) == "f0: bad; f1: bad; f2: bad (and 2 more)"
