@@ -66,7 +66,7 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     """One set of sampling parameters; a null is SGLang's default.
 
     Raises:
-        ValueError: for a wrong type, an integer beyond 32 bits (a seed: 64), or too many answers.
+        ValueError: for a wrong type, an integer beyond 32 bits (a seed: 64), too many answers, or an empty stop.
     """
     params = {name: value for name, value in given.items() if value is not None}
     for name in params.keys() & TYPES.keys() - UNTYPED:
@@ -85,6 +85,12 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     _check_range("stop_token_ids", list(params.get("stop_token_ids") or ()), *INT32)
     _check_number("stream_interval", params.get("stream_interval"), 1, INT32[1])
     _check_bias(params.get("logit_bias"), vocabulary)
+    for name in ("stop", "stop_regex"):
+        texts = params.get(name)
+        if "" in ([texts] if isinstance(texts, str) else texts or ()):
+            raise ValueError(
+                f"{name} must not have an empty text, which ends every answer at its first token"
+            )
     _check_patterns(params.get("stop_regex"))
 
 

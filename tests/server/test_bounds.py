@@ -30,6 +30,9 @@ ILLEGAL = [
     ({"beam_width": [2]}, "beam_width must be an integer in [1, 128], got [2]"),
     ({"n": [2]}, "n must be an integer in [1, 128], got [2]"),
     ({"sampling_seed": [1]}, "sampling_seed must be an integer in"),
+    ({"stop": ""}, "stop must not have an empty text"),
+    ({"stop": ["a", ""]}, "stop must not have an empty text"),
+    ({"stop_regex": ""}, "stop_regex must not have an empty text"),
     ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
