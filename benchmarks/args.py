@@ -15,17 +15,10 @@ from fathom.benchmarks.model import BENCH, TINY, Shape, shape_of
 from fathom.benchmarks.prompts import TAIL, Cell, Settings
 from fathom.benchmarks.variants import KNOWN, Variant, with_body
 from fathom.demo.corpus import TASKS
+from fathom.server.units import token_count
 
 SLACK = 64
 """Tokens of context and KV beside prompt and output, per request."""
-
-
-def token_count(text: str) -> int:
-    """`8192` or `8k`."""
-    number = int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: not a positive number")
-    return number
 
 
 def _counts(text: str) -> list[int]:
@@ -44,7 +37,10 @@ def result_file(text: str) -> Path:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text}: not in [0, 1)")
     return value

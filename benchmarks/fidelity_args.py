@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fathom.benchmarks.args import named_policy, result_file, token_count
+from fathom.benchmarks.args import named_policy, result_file
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.variants import Variant, with_body, with_flags
 from fathom.demo.corpus import TASKS
+from fathom.server.units import token_count
 
 BASELINE = "exact"
 QUICK_TASKS, QUICK_CONTEXTS, QUICK_SAMPLES = ["single", "list"], [256], 4

@@ -21,7 +21,7 @@ from fathom.server.memory_flags import DEFAULT_PROPAGATION_BUFFER
 from fathom.server.picture import Staircase
 from fathom.server.profile import Profile
 from fathom.server.serve import DEMO_TUNINGS, Parser
-from fathom.server.units import flops, size
+from fathom.server.units import flops, size, token_count
 
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.
@@ -81,17 +81,29 @@ def parser() -> Parser:
     result = Parser(prog="fathom explain", description=DESCRIPTION, allow_abbrev=False)
     add = result.add_argument
     add("model", nargs="?", metavar="MODEL", help="folder or config.json (default: the demo model)")
-    add("--prompt-tokens", type=_tokens, required=True, metavar="N", help="length of the prompt: 8192 or 8k")
     add(
-        "--output-tokens", type=_tokens, default=128, metavar="N", help="of the answer (default: %(default)s)"
+        "--prompt-tokens",
+        type=token_count,
+        required=True,
+        metavar="N",
+        help="length of the prompt: 8192 or 8k",
+    )
+    add(
+        "--output-tokens",
+        type=token_count,
+        default=128,
+        metavar="N",
+        help="of the answer (default: %(default)s)",
     )
     add("--preset", help="a preset, which --policy refines")
     add("--policy", type=_object, default={}, metavar="JSON", help="a request's fathom object")
     add("--draft-model-path", "--draft-model", metavar="MODEL", help="draft: folder or config.json")
-    add("--batch", type=_tokens, default=1, metavar="N", help="requests that decode together (default: 1)")
+    add(
+        "--batch", type=token_count, default=1, metavar="N", help="requests that decode together (default: 1)"
+    )
     add("--depth-span", type=int, metavar="LAYERS", help="as for fathom serve")
     add("--tsp-layer", type=int, metavar="LAYERS", help="as for fathom serve")
-    add("--page-size", type=_tokens, default=1, metavar="N", help="tokens per depth page (default: 1)")
+    add("--page-size", type=token_count, default=1, metavar="N", help="tokens per depth page (default: 1)")
     add("--propagation-buffer", type=int, metavar="TOKENS", help="as for fathom serve")
     add("--profile", type=Path, metavar="FILE", help="as for fathom serve")
     add("--slow-share", type=float, metavar="SHARE", help="of decode steps under slow_fast that read everything "
@@ -100,13 +112,6 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print the figures as one JSON object")
     sfi_options.add_arguments(result)
     return result
-
-
-def _tokens(text: str) -> int:
-    number = int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
 
 
 def _object(text: str) -> dict[str, Any]:

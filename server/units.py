@@ -1,4 +1,18 @@
-"""Numbers for people."""
+"""Numbers for people, and from them."""
+
+import argparse
+
+
+def token_count(text: str) -> int:
+    """A word of a command line: ``8192`` or ``8k``.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    digits, scale = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not digits.isdecimal() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, such as 8192 or 8k, got {text!r}")
+    return int(digits) * scale
 
 
 def flops(value: float) -> str:

@@ -232,6 +232,23 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompts", "1k,x"], "--prompts: must be an integer >= 1, such as 8192 or 8k, got 'x'"),
+        (
+            ["--model-shape", "layers=-8"],
+            "--model-shape: must be an integer >= 1, such as 8192 or 8k, got '-8'",
+        ),
+        (["--shared-prefix", "half"], "--shared-prefix: half: not in [0, 1)"),
+    ],
+)
+def test_a_word_that_is_no_number_is_told_what_is_legal(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        args.parser().parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, soak])
 def test_results_that_could_not_be_written_are_refused_before_anything_starts(command, tmp_path, capsys):
     words = ["tsp", "prompts.jsonl"] if command is calibrate else []

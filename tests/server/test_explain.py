@@ -123,7 +123,8 @@ def test_the_table_of_the_demo(capsys):
 
 
 MISTAKES = [
-    (["--prompt-tokens", "0"], "must be at least 1, got 0"),
+    (["--prompt-tokens", "0"], "--prompt-tokens: must be an integer >= 1, such as 8192 or 8k, got '0'"),
+    (["--prompt-tokens", "8 kB"], "--prompt-tokens: must be an integer >= 1, such as 8192 or 8k, got '8 kB'"),
     (["--prompt-tokens", "100", "--policy", "{"], "'{' is not JSON"),
     (["--prompt-tokens", "100", "--policy", '{"depth_cutoff": 9}'], 'an integer in [1, 4] or "full", got 9'),
     (["--prompt-tokens", "100", "--policy", '{"speculative": true}'], "no draft model is loaded"),
