@@ -162,9 +162,13 @@ def check_model(model: str, option: str = "--model-path") -> None:
         if not (path / "config.json").is_file():
             raise StartError(f"{option} {model}: the folder has no config.json")
         try:
-            json.loads((path / "config.json").read_text())
+            config = json.loads((path / "config.json").read_text())
+        except OSError as error:
+            raise StartError(f"{option} {model}: its config.json: {error.strerror}") from None
         except ValueError:
             raise StartError(f"{option} {model}: its config.json is not valid JSON") from None
+        if not isinstance(config, dict):
+            raise StartError(f"{option} {model}: its config.json is not a JSON object")
         return
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise StartError(f"{option} {model}: no such folder or file")

@@ -42,14 +42,24 @@ def _off(flag: str) -> list[str]:
     return [f"--no-{name}"] if spec is not None and spec.kind is bool else []
 
 
+def _reason(error: Exception) -> str:
+    """Why a file could not be read: of YAML also the line, of values that Python does not take what it says."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is not None and problem:
+        return f"line {mark.line + 1}: {problem}"
+    if isinstance(error, UnicodeDecodeError):
+        return "not text in UTF-8"
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+
+
 def _read(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
         with open(path) as file:
             content = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise StartError(f"--config {path}: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise StartError(f"--config {path}: {_reason(error)}") from None
     if not isinstance(content, dict):
         raise StartError(f"--config {path}: must hold a mapping of options")
     return content

@@ -186,7 +186,7 @@ def plan(argv: list[str]) -> Plan:
         raise StartError(str(error)) from None
     if len(models) != 1:
         problem = "give a model" if not models else "give only one model"
-        raise StartError(f"{problem}: MODEL, --model-path MODEL, or --demo")
+        raise StartError(f"{problem}: MODEL as the first word, --model-path MODEL, or --demo")
     model = str(checks.demo_model()) if own.demo else models[0]
     name = engine.served_model_name or (DEMO_NAME if own.demo else model)
     host = own.host or DEFAULT_HOST
@@ -434,7 +434,10 @@ def _engine_error(error: Exception) -> StartError:
 
 
 def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    """An error's first line; where that only announces a list, all of them."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if lines and lines[0].endswith(":"):
+        return " ".join(filter(None, lines))
     return lines[0] if lines else type(error).__name__
 
 

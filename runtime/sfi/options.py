@@ -84,8 +84,8 @@ def from_arguments(arguments: argparse.Namespace) -> SfiOptions:
         if (value := getattr(arguments, f"sfi_{name}")) is not None
     }
     for name in MEMORY_FIELDS:
-        if not given.get(name, 1) > 0:
-            raise ValueError(f"{_flag(name)} must be > 0 MiB, got {given[name]:g}")
+        if not 0 < given.get(name, 1) < float("inf"):
+            raise ValueError(f"{_flag(name)} must be a finite number > 0, in MiB, got {given[name]:g}")
     own = {name: given[name] for name in MEMORY_FIELDS if name in given}
     if "recent" in given:
         # The window of prefill is not used here; it must not forbid a shorter recent window.

@@ -53,6 +53,8 @@ def write_tokenizer(folder, words):
 
 MISTAKES = [
     (["serve"], 2, "give a model"),
+    (["serve", "--port", "31000", "x"], 2, "give a model: MODEL as the first word"),
+    (["serve", "x", "--sfi-buffer-mib", "inf"], 2, "--sfi-buffer-mib must be a finite number > 0"),
     (["serve", "/no/such/model"], 2, "/no/such/model: no such folder or file"),
     (["serve", "no-such-model"], 2, "no-such-model: no such folder or file"),
     (["serve", "--demo", "--model-path", "x"], 2, "give only one model"),
@@ -178,6 +180,17 @@ def test_a_folder_that_is_no_model(tmp_path, model):
     (model / "config.json").write_text("{")
     with pytest.raises(StartError, match=r"its config\.json is not valid JSON"):
         checks.check_model(str(model))
+    (model / "config.json").write_text("[]")
+    with pytest.raises(StartError, match=r"its config\.json is not a JSON object"):
+        checks.check_model(str(model))
+
+
+def test_a_reason_that_comes_as_a_list_is_told_whole():
+    assert serve._one_line(OSError("No tokenizer, neither of:\n (1) a file\n (2) another\n")) == (
+        "No tokenizer, neither of: (1) a file (2) another"
+    )
+    assert serve._one_line(ValueError("first\nsecond")) == "first"
+    assert serve._one_line(ValueError()) == "ValueError"
 
 
 def test_a_repository_is_looked_up(monkeypatch):

@@ -74,7 +74,8 @@ def test_fathoms_options_in_the_file(write):
         ("grpc-mode: true", "--grpc-mode is not supported"),
         ("tokenizer-worker-num: 2", "--tokenizer-worker-num 2 is not supported"),
         ("preset: fast", "--preset must be one of"),
-        ("[", "server.yaml: "),
+        ("preset: exact\n  bad: 1\n", "server.yaml: line 2: mapping values are not allowed here"),
+        ("revision: 2024-13-45\n", "server.yaml: month must be in 1..12"),
         ("- a", "must hold a mapping"),
         ("config: other.yaml", "must not name another file"),
     ],
@@ -87,7 +88,10 @@ def test_a_mistake_in_the_file_is_one_line(write, capsys, content, message):
 
 def test_one_file_that_exists(write, tmp_path, capsys):
     assert cli.main(["serve", MODEL, "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("none.yaml: No such file or directory\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert cli.main(["serve", MODEL, "--config", str(tmp_path / "binary")]) == 2
+    assert capsys.readouterr().err.endswith("binary: not text in UTF-8\n")
     file = write("preset: exact")
     assert cli.main(["serve", MODEL, "--config", file, f"--config={file}"]) == 2
     assert "give only one --config" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_every_number_has_its_flag(kind):
         (["--sfi-selected", "0"], "--sfi-selected must be >= 1"),
         (["--sfi-recent", "0"], "--sfi-recent must be >= 1"),
         (["--sfi-power", "2"], r"--sfi-power must be in \[0.001, 1\]"),
-        (["--sfi-buffer-mib", "0"], "--sfi-buffer-mib must be > 0 MiB, got 0"),
+        (["--sfi-buffer-mib", "0"], "--sfi-buffer-mib must be a finite number > 0, in MiB, got 0"),
         (["--sfi-minimum-gap", "70"], "--sfi-minimum-gap must be at most refresh_budget = 64"),
     ],
 )
