@@ -13,6 +13,7 @@ from pathlib import Path
 from fathom.benchmarks import vllm_env
 from fathom.benchmarks.model import BENCH, TINY, Shape, shape_of
 from fathom.benchmarks.prompts import TAIL, Cell, Settings
+from fathom.benchmarks.studies import STUDIES
 from fathom.benchmarks.variants import KNOWN, Variant, with_body
 from fathom.demo.corpus import TASKS
 from fathom.server.units import token_count
@@ -73,6 +74,18 @@ def named_policy(text: str, taken: Collection[str] = ()) -> Variant:
         reserved = f" (not {', '.join(taken)})" if taken else ""
         raise argparse.ArgumentTypeError(f"{text!r}: expected a new name{reserved} and a JSON object")
     return with_body(name, policy)
+
+
+def _add_studies(p: argparse.ArgumentParser) -> None:
+    """For the help: `studies.expand` and the command take these words out before the others are parsed."""
+    add = p.add_argument_group("named measurements").add_argument
+    add("--study", choices=list(STUDIES), help="stands for flags of its own; flags beside it go on top")
+    add("--all", action="store_true", help="the same as --study all")
+    add(
+        "--kernels",
+        action="store_true",
+        help="SFI's attention kernel alone, without a server; its flags: fathom bench --kernels --help",
+    )
 
 
 def _add_compared(p: argparse.ArgumentParser) -> None:
@@ -204,7 +217,9 @@ def parser() -> argparse.ArgumentParser:
         prog="fathom bench",
         description="Measures Fathom, stock SGLang and optionally vLLM on one generated model, over HTTP, in "
         "alternation; prints medians, spread and ratios and writes every sample as JSON.",
+        allow_abbrev=False,
     )
+    _add_studies(p)
     _add_compared(p)
     _add_model(p)
     _add_grid(p)

@@ -14,8 +14,9 @@ from tqdm import tqdm
 from fathom.benchmarks import plot_calibration
 from fathom.benchmarks.args import result_file
 from fathom.runtime.plan import PlanError, choose_span
-from fathom.server.checks import StartError, check_model, demo_model
+from fathom.server.checks import FAILURE, StartError, check_model, demo_model, one_line
 from fathom.server.profile import Profile
+from fathom.server.units import token_count
 
 DEFAULT_MAX_SHARE = 0.5
 
@@ -47,7 +48,13 @@ def parser() -> argparse.ArgumentParser:
     add("--max-layer", type=int, help="L_max: the last layer to recommend (default: half of the layers)")
     add("--tolerance", type=float, default=0.0, help="take the earliest layer this close to the best one")
     add("--depth-span", type=int, metavar="LAYERS", help="layers per depth page, as the server will have it")
-    add("--max-tokens", type=int, default=8192, help="longer prompts keep their end (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=token_count,
+        default=8192,
+        metavar="N",
+        help="longer prompts keep their end (default: %(default)s)",
+    )
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add(
         "--out", type=result_file, default=Path("tsp.json"), help="the profile to write; a PNG goes beside it"
@@ -65,6 +72,8 @@ def read_prompts(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartError(f"{path}: not text in UTF-8") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
@@ -101,7 +110,10 @@ def measure(model: str, prompts: list[list[int]], options: argparse.Namespace) -
         raise StartError(
             f"a prompt of {shortest} tokens is too short to select from at rate {options.tsp_rate}"
         )
-    probe = Probe.load(model, config, getattr(torch, options.dtype))
+    try:
+        probe = Probe.load(model, config, getattr(torch, options.dtype))
+    except Exception as error:  # of several libraries
+        raise StartError(f"{model} cannot be loaded: {one_line(error)}", FAILURE) from None
     try:
         span = choose_span(probe.layers, options.depth_span)
     except PlanError as error:
@@ -144,7 +156,11 @@ def main(argv: list[str]) -> int:
     check_model(model)
     from transformers import AutoTokenizer
 
-    prompts = read_prompts(options.prompts, AutoTokenizer.from_pretrained(model), options.max_tokens)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise StartError(f"no tokenizer at {model}: {one_line(error)}") from None
+    prompts = read_prompts(options.prompts, tokenizer, options.max_tokens)
     result = measure(model, prompts, options)
     print(table(result))
     picture = options.out.with_suffix(".png")

@@ -183,9 +183,9 @@ def main(argv: list[str]) -> int:
         args = parser().parse_args(studies.expand(argv))
         fidelity = combined.fidelity_of(args.fidelity, args.cache) if args.fidelity else None
         result = run(args, argv)
-    except (BenchError, ValueError) as error:
+    except (BenchError, ValueError, OSError) as error:  # a folder that cannot be written, for one
         print(f"fathom bench: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError) else 2
+        return 1 if isinstance(error, BenchError | OSError) else 2
     except KeyboardInterrupt:
         print("fathom bench: interrupted, nothing written", file=sys.stderr)
         return 130

@@ -26,7 +26,7 @@ from fathom.benchmarks.fidelity_report import Results, Scored
 from fathom.benchmarks.usage import Sampler
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
 from fathom.demo.corpus import Sample, eval_samples, prompt_ids
-from fathom.server.checks import StartError, demo_model
+from fathom.server.checks import StartError, demo_model, one_line
 
 SCHEMA = 2
 ANSWER_SLACK = 8
@@ -49,7 +49,7 @@ def load_tokenizer(model: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {model}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"no tokenizer at {model}: {one_line(error)}") from None
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {model} has no chat template")
     return tokenizer
@@ -310,9 +310,9 @@ def main(argv: list[str]) -> int:
             print(f"Written: {export(asked, args.export)} questions to {args.export}")
             return 0
         result = run(todo, asked, model, args, argv)
-    except (BenchError, StartError, ValueError) as error:
+    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
         print(f"fathom fidelity: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError) else 2
+        return 1 if isinstance(error, BenchError | OSError) else 2
     except KeyboardInterrupt:
         print("fathom fidelity: interrupted, nothing written", file=sys.stderr)
         return 130

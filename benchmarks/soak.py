@@ -382,9 +382,9 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     try:
         result = run(checked(args), argv)
-    except (BenchError, StartError, ValueError) as error:
+    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
         print(f"fathom soak: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError) else 2
+        return 1 if isinstance(error, BenchError | OSError) else 2
     except KeyboardInterrupt:
         print("fathom soak: interrupted, nothing written", file=sys.stderr)
         return 130

@@ -55,7 +55,14 @@ def expand(argv: list[str]) -> list[str]:
     Raises:
         ValueError: for an unknown name.
     """
-    words = [part for word in argv for part in (["--study", "all"] if word == "--all" else [word])]
+    words: list[str] = []
+    for word in argv:
+        if word == "--all":
+            words += ["--study", "all"]
+        elif word.startswith("--study="):
+            words += word.split("=", 1)
+        else:
+            words.append(word)
     found: list[str] = []
     while "--study" in words:
         at = words.index("--study")

@@ -27,6 +27,14 @@ class StartError(Exception):
         self.code = code
 
 
+def one_line(error: Exception) -> str:
+    """An error's first line; where that only announces a list, all of them."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if lines and lines[0].endswith(":"):
+        return " ".join(filter(None, lines))
+    return lines[0] if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class Refusal:
     """An option of SGLang that would serve requests past Fathom's layer.
@@ -221,5 +229,4 @@ def _vocabulary(model: str) -> dict[str, int]:
     try:
         return AutoTokenizer.from_pretrained(model).get_vocab()
     except Exception as error:
-        reason = str(error).split("\n")[0]
-        raise StartError(f"the vocabulary of {model} cannot be read: {reason}") from None
+        raise StartError(f"the vocabulary of {model} cannot be read: {one_line(error)}") from None

@@ -327,7 +327,7 @@ def _server_args(words: list[str]) -> Any:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None
     except Exception as error:
-        raise StartError(_one_line(error)) from error
+        raise StartError(checks.one_line(error)) from error
 
 
 def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
@@ -337,7 +337,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
     try:
         model = ModelConfig.from_server_args(server_args)
     except Exception as error:
-        raise StartError(_one_line(error)) from error
+        raise StartError(checks.one_line(error)) from error
     layers = model.num_hidden_layers
     if face.propagation_buffer is None:
         face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
@@ -427,18 +427,10 @@ def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
 
 
 def _engine_error(error: Exception) -> StartError:
-    message = _one_line(error)
+    message = checks.one_line(error)
     if f"exit code: {checks.SEAM}" in message:
         return StartError("an engine process refused this SGLang; its reason is above", checks.SEAM)
     return StartError(message, checks.FAILURE)
-
-
-def _one_line(error: Exception) -> str:
-    """An error's first line; where that only announces a list, all of them."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    if lines and lines[0].endswith(":"):
-        return " ".join(filter(None, lines))
-    return lines[0] if lines else type(error).__name__
 
 
 def _stop_on_sigterm() -> None:

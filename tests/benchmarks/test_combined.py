@@ -86,6 +86,9 @@ def test_each_study_is_a_legal_command(name):
 
 
 def test_all_is_a_study():
-    assert studies.expand(["--all", "--seed", "1"]) == [*studies.STUDIES["all"], "--seed", "1"]
+    for words in (["--all"], ["--study", "all"], ["--study=all"]):
+        assert studies.expand([*words, "--seed", "1"]) == [*studies.STUDIES["all"], "--seed", "1"]
+    with pytest.raises(SystemExit):
+        args.parser().parse_args(studies.expand(["--stud", "all"]))  # which nothing would heed
     with pytest.raises(ValueError, match="unknown study ''"):
         studies.expand(["--study"])

@@ -15,6 +15,7 @@ from fathom.benchmarks import (
     args,
     calibrate,
     cli,
+    fidelity,
     fidelity_args,
     measure,
     paper_tables,
@@ -247,6 +248,20 @@ def test_a_word_that_is_no_number_is_told_what_is_legal(capsys, flags, message):
     with pytest.raises(SystemExit):
         args.parser().parse_args(flags)
     assert message in capsys.readouterr().err
+
+
+def test_the_help_lists_every_flag():
+    shown = args.parser().format_help()
+    assert all(flag in shown for flag in ("--study {prefill,decode,drafting,all}", "--all", "--kernels"))
+
+
+@pytest.mark.parametrize("command", [cli, fidelity, soak])
+def test_a_folder_that_cannot_be_written_is_one_line(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ["--requests", "1"] if command is soak else ["--quick"]
+    assert command.main([*words, "--cache", str(tmp_path / "file" / "cache")]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(told) == 1 and "Not a directory" in told[0]
 
 
 @pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, soak])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -83,3 +84,20 @@ def test_what_cannot_be_measured_is_said(tiny_model, tmp_path, lines, flags, mes
     path.write_text(lines)
     with pytest.raises(StartError, match=message):
         calibrate.main(["tsp", str(path), "--model-path", str(tiny_model), *flags])
+
+
+def test_models_and_files_that_cannot_be_read_are_said(tiny_model, tmp_path):
+    path, model = tmp_path / "prompts.jsonl", tmp_path / "model"
+    path.write_text('{"text": "' + "one two " * 60 + '"}')
+    shutil.copytree(tiny_model, model)
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(StartError, match="model cannot be loaded: "):
+        calibrate.main(["tsp", str(path), "--model-path", str(model)])
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(StartError, match=r"no tokenizer at .*one of: \(1\)"):
+        calibrate.main(["tsp", str(path), "--model-path", str(model)])
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(StartError, match="not text in UTF-8"):
+        calibrate.main(["tsp", str(path), "--model-path", str(tiny_model)])

@@ -186,11 +186,11 @@ def test_a_folder_that_is_no_model(tmp_path, model):
 
 
 def test_a_reason_that_comes_as_a_list_is_told_whole():
-    assert serve._one_line(OSError("No tokenizer, neither of:\n (1) a file\n (2) another\n")) == (
+    assert checks.one_line(OSError("No tokenizer, neither of:\n (1) a file\n (2) another\n")) == (
         "No tokenizer, neither of: (1) a file (2) another"
     )
-    assert serve._one_line(ValueError("first\nsecond")) == "first"
-    assert serve._one_line(ValueError()) == "ValueError"
+    assert checks.one_line(ValueError("first\nsecond")) == "first"
+    assert checks.one_line(ValueError()) == "ValueError"
 
 
 def test_a_repository_is_looked_up(monkeypatch):
