@@ -424,7 +424,7 @@ class Prediction:
         ttft: FLOPs until the first token, the draft's included.
         tpot: bytes read by all decode steps, weights and KV.
         tpot_kv: the same, KV alone: the limit for long contexts and large batches.
-        kv: KV bytes held after the last token, the packed copy of fast steps left out.
+        kv: KV bytes held at the end (the last token has none), the packed copy of fast steps left out.
     """
 
     ttft: float
@@ -442,5 +442,5 @@ def predict(shape: ModelShape, plan: CostPlan, output: int, batch: int = 1) -> P
         ttft=prefill_flops(shape, dense) / (prefill_flops(shape, plan) + draft_flops(plan)),
         tpot=sum(step.total for step in whole) / sum(step.total for step in part),
         tpot_kv=sum(step.kv for step in whole) / sum(step.kv for step in part),
-        kv=kv_bytes(shape, dense, output) / kv_bytes(shape, plan, output),
+        kv=kv_bytes(shape, dense, output - 1) / kv_bytes(shape, plan, output - 1),
     )

@@ -324,6 +324,12 @@ def test_the_draft_reads_what_it_proposes_for(more):
     assert cost.draft_flops(plan) == cost.prefill_flops(LLAMA_8B, make_plan(32, 9000))
 
 
+def test_kv_is_predicted_as_an_answer_reports_it():
+    """The last of five tokens has no KV: 104 entries at a layer, and four and the anchors above K."""
+    predicted = cost.predict(LLAMA_8B, make_plan(32, 100, speed=Speed(24)), 5).kv
+    assert predicted == pytest.approx(32 * 104 / (24 * 104 + 8 * (2 + 4)), rel=1e-12)
+
+
 def test_a_prompt_that_stays_whole_is_not_judged():
     """At 0.99 of 32 chunks all stay: the engine does not ask the draft then."""
     plan = make_plan(1, 1024, specprefill=SpecPrefill(0.99, LLAMA_8B, min_prompt_tokens=0))
