@@ -163,6 +163,7 @@ def main(argv: list[str]) -> int:
     prompts = read_prompts(options.prompts, tokenizer, options.max_tokens)
     result = measure(model, prompts, options)
     print(table(result))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     picture = options.out.with_suffix(".png")
     if plot_calibration.available():
         plot_calibration.plot(result.distances, result.tsp_layer, result.max_layer, picture)

@@ -203,7 +203,8 @@ def _identify(server: servers.Server) -> tuple[dict, str]:
     try:
         answer = httpx.get(f"{server.url}/fathom/info", timeout=30, trust_env=False)
         if answer.status_code != 200:
-            raise BenchError(f"{server.url} is not a Fathom server: /fathom/info is {answer.status_code}")
+            why = "asks for a key" if answer.status_code == 401 else "is not a Fathom server"
+            raise BenchError(f"{server.url} {why}: /fathom/info is {answer.status_code}")
         identity = liveness.identify(server)
         models = httpx.get(f"{server.url}/v1/models", timeout=30, trust_env=False).json()
     except httpx.HTTPError as error:

@@ -37,7 +37,7 @@ def test_the_command_writes_a_profile_that_serve_reads(tiny_model, tmp_path, cap
         lines.append(json.dumps({kind: " ".join(str(rng.randrange(10**6)) for _ in range(40))}))
     lines.append(json.dumps({"messages": [{"role": "user", "content": "What is the key of Lena? " * 20}]}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    out = tmp_path / "tsp.json"
+    out = tmp_path / "new" / "tsp.json"
     flags = ["--model-path", str(tiny_model), "--max-layer", "2", "--depth-span", "1", "--out", str(out)]
     assert calibrate.main(["tsp", str(tmp_path / "prompts.jsonl"), *flags]) == 0
     profile = Profile.read(out)
