@@ -89,6 +89,7 @@ class RequestContext:
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
         reports: the scheduler's report by generation id.
+        stopped_by: the client's text that ended the last generation, if one did.
     """
 
     route: str
@@ -99,6 +100,7 @@ class RequestContext:
     expected: int = 0
     finished: set[str] = field(default_factory=set)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stopped_by: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -112,6 +114,8 @@ class RequestContext:
             if meta.get("finish_reason") is None:
                 continue
             self.finished.add(meta.get("id", ""))
+            matched = meta["finish_reason"].get("matched")
+            self.stopped_by = matched if isinstance(matched, str) else None
             if report := meta.get("fathom"):
                 self.reports[meta.get("id", "")] = report
 

@@ -28,12 +28,23 @@ def splice(body: bytes, value: Any) -> bytes:
     return head + comma + b'"fathom":' + orjson.dumps(value) + b"}"
 
 
+def with_stop(payload: bytes, context: RequestContext) -> bytes:
+    """An Anthropic answer, or the event that ends one, with the stop sequence that ended it: SGLang tells none."""
+    if context.route != MESSAGES or context.stopped_by is None:
+        return payload
+    content = orjson.loads(payload)
+    end = content.get("delta", content)
+    if end.get("stop_reason") == "end_turn":
+        end |= {"stop_reason": "stop_sequence", "stop_sequence": context.stopped_by}
+    return orjson.dumps(content)
+
+
 def into_json(body: bytes, context: RequestContext) -> bytes:
     """A whole JSON answer with the object added: at the top, or in each item of a batch."""
     answer = context.answer()
     start = body.lstrip()[:1]
     if start == b"{" and answer is not None:
-        return splice(body, answer)
+        return splice(with_stop(body, context), answer)
     if start != b"[":
         return body
     items = orjson.loads(body)
@@ -112,7 +123,7 @@ class EventEcho:
         tail = payload[len(payload.rstrip()) :]
         if self._context.route == RESPONSES:
             payload = self._into_response(payload, answer)
-        return head + b" " + splice(payload.strip(), answer) + tail
+        return head + b" " + splice(with_stop(payload.strip(), self._context), answer) + tail
 
     def _into_response(self, payload: bytes, answer: dict[str, Any]) -> bytes:
         content = orjson.loads(payload)

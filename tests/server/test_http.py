@@ -213,6 +213,18 @@ class TestUnmodifiedAnthropic:
         assert [event.type for event in carrying] == ["message_delta"]
         check_account(carrying[0].fathom)
 
+    def test_a_stop_sequence_is_told(self, claude, model):
+        ask = {"model": model, "max_tokens": 30, "messages": HELLO, "extra_body": {"temperature": 0}}
+        whole = claude.messages.create(**ask)
+        text = whole.content[0].text
+        assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
+        ask["stop_sequences"] = ["never said", text[len(text) // 2 :][:3]]
+        with claude.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+        for answer in (claude.messages.create(**ask), streamed):
+            assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", ask["stop_sequences"][1])
+            assert answer.content[0].text == text[: text.index(answer.stop_sequence)]
+
     def test_a_refusal(self, claude, model):
         with pytest.raises(
             anthropic.BadRequestError, match=r'fathom\.decode must be one of "slow_fast", "full"'
