@@ -135,6 +135,8 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
     try:
         content = json.loads(path.read_text())
         shape = cost.ModelShape.from_config(content)
+        if odd := [name for name, value in asdict(shape).items() if type(value) is not int or value < 1]:
+            raise ValueError(f"the model's {odd[0]} is no positive integer")
         return shape, (content.get("text_config") or content).get("max_position_embeddings")
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
@@ -142,8 +144,9 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
         raise StartError(
             f"{path}: {error} is missing or not known, so its layers cannot be counted"
         ) from None
-    except (ValueError, TypeError, AttributeError) as error:
-        reason = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        no_json = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        reason = "not JSON" if no_json else str(error)
         raise StartError(f"{path}: {reason}") from None
 
 
@@ -158,8 +161,12 @@ def case_of(options: argparse.Namespace) -> Case:
     shape, context = read_config(options.model or str(checks.demo_model()))
     drafted = options.draft_model_path or (str(checks.demo_model("draft")) if demo else None)
     draft = read_config(drafted)[0] if drafted else None
+    if options.preset and "preset" in options.policy:
+        raise StartError("give the preset by --preset or in --policy, not both")
     asked = options.policy | ({"preset": options.preset} if options.preset else {})
     buffer = options.propagation_buffer
+    if buffer is not None and buffer < 0:
+        raise StartError(f"--propagation-buffer must be at least 0, got {buffer}")
     if buffer is None:
         buffer = min(DEFAULT_PROPAGATION_BUFFER, context or DEFAULT_PROPAGATION_BUFFER)
     try:

@@ -129,6 +129,8 @@ MISTAKES = [
     (["--prompt-tokens", "100", "--policy", '{"depth_cutoff": 9}'], 'an integer in [1, 4] or "full", got 9'),
     (["--prompt-tokens", "100", "--policy", '{"speculative": true}'], "no draft model is loaded"),
     (["--prompt-tokens", "100", "--preset", "fast"], 'fathom.preset must be one of "exact"'),
+    (["--prompt-tokens", "100", "--preset", "exact", "--policy", '{"preset": "turbo"}'], "not both"),
+    (["--prompt-tokens", "100", "--propagation-buffer", "-1"], "--propagation-buffer must be at least 0"),
     (["--prompt-tokens", "100", "--depth-span", "3"], "--depth-span 3 does not divide"),
     (["--prompt-tokens", "100", "--tsp-layer", "4"], "--tsp-layer 4 is not a multiple of 1 layers below 4"),
     (["--prompt-tokens", "100", "--sfi-recent", "0"], "--sfi-recent"),
@@ -159,6 +161,8 @@ def test_a_mistake_is_one_line(options, message, model, capsys):
         (json.dumps(SMALL | {"kv_lora_rank": 4}), "latent attention"),
         (json.dumps(SMALL | {"dtype": "int3"}), "'int3' is missing or not known"),
         ("[]", "config.json: "),
+        (json.dumps(SMALL | {"num_hidden_layers": "four"}), "the model's layers is no positive integer"),
+        (json.dumps(SMALL | {"num_attention_heads": 0, "head_dim": None}), "modulo by zero"),
     ],
 )
 def test_a_config_that_cannot_be_counted(content, message, tmp_path, capsys):
