@@ -255,6 +255,7 @@ def test_the_router_finds_the_servers():
         {"replicas": 2},
         {"autoscaling": {"enabled": True}},
         {"parallel": {"tensorSize": 16}, "gpu": {"count": 8}},
+        {"auth": {"existingSecret": "keys"}, "server": {"extraArgs": ["--config=more.yaml"]}},
     ],
     ids=[
         "preset",
@@ -268,6 +269,7 @@ def test_the_router_finds_the_servers():
         "cache of one node for two replicas",
         "cache of one node for more replicas",
         "cache of one node for several nodes",
+        "two files of options",
     ],
 )
 def test_mistaken_values_are_refused(values):
@@ -288,3 +290,16 @@ def test_mistaken_values_are_refused(values):
 )
 def test_values_are_taken_where_they_have_what_they_need(values):
     assert "Deployment/demo" in render(values)
+
+
+def test_what_no_machine_has_is_told_in_words():
+    with pytest.raises(helm.HelmError, match=r"tensorSize 2 counts GPUs, and gpu\.count is 0"):
+        render({"gpu": {"count": 0}, "parallel": {"tensorSize": 2}})
+
+
+def test_a_name_is_one_word_whatever_is_in_it():
+    names = {"name": "my model: v1 #2", "revision": "a: b", "draft": "d: #"}
+    values = {"model": {"path": "org/m", **names}, "server": {"extraArgs": ["--gpu-depth-pages"]}}
+    args = render(values)["Deployment/demo"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    flags = ("--served-model-name", "--revision", "--draft-model-path")
+    assert {f"{flag}={value}" for flag, value in zip(flags, names.values(), strict=True)} <= set(args)

@@ -20,6 +20,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $size := int .Values.parallel.tensorSize -}}
 {{- $count := int .Values.gpu.count -}}
 {{- if le $size (max $count 1) -}}1
+{{- else if not $count -}}
+{{- fail (printf "parallel.tensorSize %d counts GPUs, and gpu.count is 0" $size) -}}
 {{- else if mod $size $count -}}
 {{- fail (printf "parallel.tensorSize %d is not a multiple of gpu.count %d" $size $count) -}}
 {{- else -}}{{ div $size $count }}
@@ -34,6 +36,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- fail "model.draft needs --gpu-depth-pages in server.extraArgs on a GPU" -}}
 {{- else if ne .Values.policy.preset "exact" -}}
 {{- fail (printf "policy.preset %s has no effect on a GPU without --gpu-depth-pages in server.extraArgs" .Values.policy.preset) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.auth.existingSecret -}}
+{{- range concat .Values.server.extraArgs .Values.policy.args -}}
+{{- if regexMatch "^--config(=|$)" . -}}
+{{- fail "auth.existingSecret is the one --config that a server takes: put the other options into its keys.yaml" -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- $replicas := .Values.autoscaling.enabled | ternary .Values.autoscaling.maxReplicas .Values.replicas -}}
@@ -54,13 +63,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - --host=0.0.0.0
 - --port=30000
 {{- with .Values.model.name }}
-- --served-model-name={{ . }}
+- {{ printf "--served-model-name=%s" . | quote }}
 {{- end }}
 {{- with .Values.model.revision }}
-- --revision={{ . }}
+- {{ printf "--revision=%s" . | quote }}
 {{- end }}
 {{- with .Values.model.draft }}
-- --draft-model-path={{ . }}
+- {{ printf "--draft-model-path=%s" . | quote }}
 {{- end }}
 - --preset={{ .Values.policy.preset }}
 {{- range .Values.policy.args }}
