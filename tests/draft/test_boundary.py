@@ -40,7 +40,10 @@ def runs_of(draft: torch.Tensor, requests: int, top_k: int = 1 << 30) -> tuple[l
     asking = [request_of(top_k) for _ in range(requests)]
     proposals = [
         speculation.Proposal(
-            place, Tail(one, 10, WIDTH), RowSampler(one, info, place), stretch=Stretch(64, 0, False, TRIGGER)
+            place,
+            Tail(one, 10, WIDTH, np.zeros(0, np.int64)),
+            RowSampler(one, info, place),
+            stretch=Stretch(64, 0, False, TRIGGER),
         )
         for place, one in enumerate(asking)
     ]
