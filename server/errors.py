@@ -10,17 +10,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from fathom.server.routes import COMPLETIONS, FAILED, GENERATE, RESPONSES, error_body, path_of
+from fathom.server.routes import COMPLETIONS, FAILED, GENERATE, OLLAMA, RESPONSES, error_body, path_of
 
 SHOWN_ERRORS = 3
 SHOWN_CHARACTERS = 500
 MALFORMED = "the request body does not have the form of this route"
 
 
+_OLLAMAS = {"max_new_tokens": "num_predict", "sampling_params": "options", "sampling_seed": "seed"}
 OTHER_NAMES = {
     COMPLETIONS: {"top_logprobs_num": "logprobs"},
     RESPONSES: {"max_new_tokens": "max_output_tokens"},
-}
+} | dict.fromkeys(OLLAMA, _OLLAMAS)
 
 
 class ControlError(RuntimeError):

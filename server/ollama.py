@@ -18,7 +18,8 @@ from sglang.srt.entrypoints.ollama.protocol import (
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from fathom.server.errors import clean
+from fathom.server.errors import clean, in_names_of
+from fathom.server.routes import OLLAMA
 
 
 def install() -> None:
@@ -113,7 +114,7 @@ class FathomOllamaServing(OllamaServing):
                 if meta["finish_reason"] is not None:
                     yield _line(last(**self._head(), **form(""), **_end(meta, begun)))
         except (ValueError, HTTPException) as error:
-            yield orjson.dumps({"error": clean(str(getattr(error, "detail", error)))}) + b"\n"
+            yield orjson.dumps({"error": _told(getattr(error, "detail", error))}) + b"\n"
 
     def _head(self) -> dict[str, Any]:
         return {"model": self.tokenizer_manager.served_model_name, "created_at": self._get_timestamp()}
@@ -133,5 +134,10 @@ def _end(meta: dict[str, Any], begun: int) -> dict[str, Any]:
     }
 
 
+def _told(error: Any) -> str:
+    """What was wrong, in the names of Ollama's options."""
+    return in_names_of(OLLAMA[0], clean(str(error)))
+
+
 def _refusal(error: Exception) -> JSONResponse:
-    return JSONResponse({"error": clean(str(error))}, status_code=getattr(error, "status_code", 400))
+    return JSONResponse({"error": _told(error)}, status_code=getattr(error, "status_code", 400))

@@ -60,10 +60,11 @@ def test_a_seed_repeats_the_sample(server, path, form):
 
 @pytest.mark.parametrize(("path", "form"), ROUTES)
 def test_a_refusal(server, path, form):
-    body = {**form, "options": {"top_p": 7}}
-    whole = server.client.post(path, json={**body, "stream": False})
-    assert whole.status_code == 400 and "top_p" in whole.json()["error"]
-    assert lines_of(server, path, body) == [whole.json()]
+    for options, told in (({"top_p": 7}, "top_p"), ({"num_predict": "few"}, "options.num_predict: Expected")):
+        body = {**form, "options": options}
+        whole = server.client.post(path, json={**body, "stream": False})
+        assert whole.status_code == 400 and told in whole.json()["error"]
+        assert lines_of(server, path, body) == [whole.json()]
 
 
 def test_what_only_loads_the_model(server):
