@@ -178,3 +178,27 @@ def test_promtool(prometheus_tools, arguments):
     command = [prometheus_tools["promtool"], *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_panel_of_memory_pressure_keeps_what_happened_between_two_scrapes(prometheus_tools, tmp_path):
+    """SGLang's gauge is 0 again a step later; its counter appears with the first request that is put back."""
+    (panel,) = (panel for panel in DASHBOARD["panels"] if panel["title"] == "Memory pressure")
+    labels = 'job="fathom", instance="{}"'
+    series = {
+        f"up{{{labels.format('a')}}}": "1x20",
+        f"up{{{labels.format('b')}}}": "1x20",
+        f"sglang:num_retracted_requests_total{{{labels.format('a')}, tp_rank='0'}}": "_x9 3x10",
+    }
+    expected = [{"labels": f'{{instance="{name}"}}', "value": value} for name, value in (("a", 3), ("b", 0))]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {"expr": as_sent(panel["targets"][0]["expr"]), "eval_time": "15m", "exp_samples": expected}
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
+    command = [prometheus_tools["promtool"], "test", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
