@@ -239,7 +239,7 @@ def _limits(options: argparse.Namespace, layers: int, drafted: bool, selected: i
     if options.profile is not None:
         profile = Profile.read(options.profile)
         profile.check(layers, options.profile)
-        tsp_layer = profile.tsp_layer if tsp_layer is None else tsp_layer
+        tsp_layer = profile.selection_layer(tsp_layer, layers, span, options.profile)
         presets = profile.over(PRESETS)
     lacking = {} if drafted else config.without_draft()
     tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0

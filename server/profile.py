@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.runtime.config import SPECS, Limits
+from fathom.runtime.plan import PlanError, choose_tsp_layer
 from fathom.runtime.presets import EXACT, PRESETS, Presets
 from fathom.server.checks import StartError
 
@@ -66,6 +67,19 @@ class Profile:
             raise StartError(
                 f"--profile {path}: made for a model of {self.layers} layers; this one has {layers}"
             )
+
+    def selection_layer(self, asked: int | None, layers: int, span: int, path: Path) -> int | None:
+        """The layer that the operator asks for; where they do not, this one's.
+
+        Raises:
+            StartError: where this one's is no boundary between spans of the served model.
+        """
+        if asked is not None or self.tsp_layer is None:
+            return asked
+        try:
+            return choose_tsp_layer(layers, span, self.tsp_layer)
+        except PlanError as error:
+            raise StartError(f"--profile {path}: its {str(error).removeprefix('--')}") from None
 
     def over(self, presets: Presets) -> Presets:
         """The presets of this model: the given ones, each replaced as a whole where the profile has its own."""

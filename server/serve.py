@@ -347,7 +347,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
         if face.profile is not None:
             profile = Profile.read(face.profile)
             profile.check(layers, face.profile)
-            face.tsp_layer = profile.tsp_layer if face.tsp_layer is None else face.tsp_layer
+            face.tsp_layer = profile.selection_layer(face.tsp_layer, layers, span, face.profile)
             presets = profile.over(PRESETS)
         tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
         lacking = {} if drafted else config.without_draft()

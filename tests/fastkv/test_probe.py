@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,12 @@ def test_the_command_writes_a_profile_that_serve_reads(tiny_model, tmp_path, cap
     assert f"{profile.tsp_layer:>4}" in capsys.readouterr().out
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     profile.check(4, out)
+    assert profile.selection_layer(None, 4, 1, out) == profile.tsp_layer
+    assert profile.selection_layer(3, 4, 1, out) == 3
+    with pytest.raises(
+        StartError, match=r"--profile .*: its tsp-layer 1 is not a multiple of 2 layers below 4"
+    ):
+        replace(profile, tsp_layer=1).selection_layer(None, 4, 2, out)
     with pytest.raises(StartError, match="made for a model of 4 layers; this one has 32"):
         profile.check(32, out)
 
