@@ -48,6 +48,10 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     Raises:
         ValueError: naming the field and what is legal.
     """
+    if obj.input_embeds is not None:
+        # Vectors of another width than the model's, a model that is not in bfloat16, or a prompt of token ids in
+        # the same batch: each of them ends SGLang's engine.
+        raise ValueError("input_embeds is not supported; give the prompt as text or input_ids")
     sampling = obj.sampling_params
     for params in sampling if isinstance(sampling, list) else [sampling]:
         check_sampling(params or {}, vocabulary)

@@ -302,7 +302,7 @@ def is_prefix_request(tokenized_obj: Any, obj: Any) -> bool:
 
 
 def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
-    """Refuse what a policy that does not compute, or keep, every prompt token cannot do.
+    """Refuse what needs an output for every prompt token under a policy that does not compute them all.
 
     Raises:
         ValueError: naming what was asked for.
@@ -313,8 +313,6 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
         raise ValueError("beam search cannot be had under a policy that drops prompt tokens or their KV")
     if beams and policy.decode == "slow_fast":
         raise ValueError("beam search cannot be had together with decode slow_fast")
-    if obj.input_embeds is not None and (policy.drops_tokens or policy.kv_retention_rate != 1):
-        raise ValueError("input_embeds cannot be had under a policy that drops prompt tokens or their KV")
     if not policy.drops_tokens:
         return
     asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]

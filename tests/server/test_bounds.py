@@ -80,6 +80,12 @@ def test_fields_of_the_request(field, value):
         bounds.check(GenerateReqInput(**prompt, **{field: value}), VOCABULARY)
 
 
+@pytest.mark.parametrize("given", [[[0.5, 0.5]], [[[0.5, 0.5]], [[1.0, 1.0]]], []])
+def test_embeddings_are_refused(given):
+    with pytest.raises(ValueError, match="input_embeds is not supported"):
+        bounds.check(GenerateReqInput(input_embeds=given), VOCABULARY)
+
+
 def test_labels_for_metrics_are_those_that_the_operator_configured():
     """Any other name would end SGLang's front end, and one of its own would make a series for each value."""
     request = GenerateReqInput(text="a", custom_labels={"tenant": "b"})

@@ -73,7 +73,7 @@ class Asked:
 
     def __init__(self, **members):
         self.sampling_params, self.return_logprob, self.logprob_start_len = {}, False, -1
-        self.return_hidden_states, self.input_embeds = False, None
+        self.return_hidden_states = False
         vars(self).update(members)
 
 
@@ -95,11 +95,3 @@ def test_what_needs_every_prompt_token(members, what):
     )
     refuse_prompt_outputs(Asked(**members), Policy("custom", kv_retention_rate=0.5))
     refuse_prompt_outputs(Asked(return_logprob=True), policy)
-
-
-@pytest.mark.parametrize("values", [{"depth_cutoff": 12}, {"tsp_rate": 0.5}, {"kv_retention_rate": 0.5}])
-def test_embeddings_need_every_prompt_token(values):
-    asked = Asked(input_embeds=[[0.5]])
-    with pytest.raises(ValueError, match="input_embeds cannot be had under a policy that drops"):
-        refuse_prompt_outputs(asked, Policy("custom", **values))
-    refuse_prompt_outputs(asked, Policy("custom", decode="slow_fast"))
