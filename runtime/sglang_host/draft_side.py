@@ -1,10 +1,12 @@
 """What the draft does in an engine step: it reads what its requests bring, and judges prompts."""
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
@@ -14,10 +16,10 @@ from fathom.runtime.sglang_host import requests
 from fathom.runtime.sglang_host.draft_attention import Captured
 from fathom.runtime.sglang_host.draft_model import DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
-from fathom.runtime.sglang_host.rows import drafts, is_greedy
+from fathom.runtime.sglang_host.rows import drafts, fetched, is_greedy
 from fathom.runtime.specprefill.select import Selection, select_prompt
 from fathom.runtime.specprefill.step import RANDOM, random_scores
-from fathom.runtime.staging import take
+from fathom.runtime.staging import send, take
 
 CATCH_UP = LONGEST_REST
 """Generated tokens that may wait until the draft reads them, where it does not draft."""
@@ -139,10 +141,14 @@ class DraftSide:
             return False
         captured = Captured(torch.empty(0))
         logits = self.read(reading, self.lists(reading), captured)
-        for row, (request, end) in zip(logits, reading, strict=True):
-            known = len(request.origin_input_ids) + len(request.output_ids)
-            whole = end == known and drafts(request)
-            self.state(request).guess = _guesses(request, row.view(1, -1))[0] if whole else None
+        whole = [
+            drafts(request) and end == len(request.origin_input_ids) + len(request.output_ids)
+            for request, end in reading
+        ]
+        asked = [(request, int(known)) for (request, _), known in zip(reading, whole, strict=True)]
+        rows = [place for place, known in enumerate(whole) if known]
+        for (request, _), found in zip(reading, _guesses(asked, take(logits, rows)), strict=True):
+            self.state(request).guess = found[0] if found else None
         judged = [
             place
             for place, (request, end) in enumerate(reading)
@@ -194,12 +200,19 @@ class DraftSide:
     def _read_and_compare(self, reading: Sequence[tuple[Req, int]]) -> None:
         reads = self.readable(reading)
         logits = self.model.read(self.lists(reading), reads, every=True)
-        rows = logits.split([len(read.tokens) for read in reads])
-        for (request, end), read, own in zip(reading, reads, rows, strict=True):
+        counts = [len(read.tokens) for read in reads]
+        compared = [drafts(request) for request, _ in reading]
+        rows = np.flatnonzero(np.repeat(compared, counts)).tolist()
+        asked = [
+            (request, count if compares else 0)
+            for (request, _), count, compares in zip(reading, counts, compared, strict=True)
+        ]
+        found = _guesses(asked, take(logits, rows))
+        for (request, end), read, own, compares in zip(reading, reads, found, compared, strict=True):
             state = self.state(request)
-            if drafts(request):
+            if compares:
                 first = [] if state.guess is None else [state.guess]
-                *guesses, state.guess = first + _guesses(request, own)
+                *guesses, state.guess = first + own
                 _learn(state.pace, guesses, read.tokens[1 - len(first) :])
             self._note(request, end, read)
 
@@ -261,12 +274,25 @@ class DraftSide:
         } | vars(self.totals)
 
 
-def _guesses(request: Req, logits: torch.Tensor) -> list[Guess]:
-    """What the draft expects after each row of logits [rows, vocabulary], at the request's temperature."""
-    if is_greedy(request):
-        return [Guess(token, 1.0) for token in logits.argmax(-1).tolist()]
-    most = torch.softmax(logits / request.sampling_params.temperature, -1).max(-1)
-    return list(map(Guess, most.indices.tolist(), most.values.tolist()))
+def _guesses(asked: Sequence[tuple[Req, int]], logits: torch.Tensor) -> list[list[Guess]]:
+    """What the draft expects after each row of logits [rows, vocabulary]; one wait for all of them.
+
+    Args:
+        asked: requests, with so many rows each; at their temperatures.
+    """
+    counts = [count for _, count in asked]
+    if not len(logits):
+        return [[] for _ in counts]
+    own = [0.0 if is_greedy(request) else request.sampling_params.temperature for request, _ in asked]
+    heat = np.repeat(np.array(own, np.float32), counts)
+    warm = send(np.flatnonzero(heat), logits.device)
+    most = torch.ones(len(logits), device=logits.device)
+    if len(warm):
+        scaled = logits[warm] / send(heat[heat > 0], logits.device).view(-1, 1)
+        most.index_copy_(0, warm, torch.softmax(scaled, -1).amax(-1))
+    tokens, sure = fetched([logits.argmax(-1), most])
+    guesses = map(Guess, tokens.astype(np.int64).tolist(), sure.tolist())
+    return [list(itertools.islice(guesses, count)) for count in counts]
 
 
 def _learn(pace: Pace, guesses: Sequence[Guess], tokens: Sequence[int]) -> None:
