@@ -135,7 +135,10 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
     try:
         content = json.loads(path.read_text())
         shape = cost.ModelShape.from_config(content)
-        if odd := [name for name, value in asdict(shape).items() if type(value) is not int or value < 1]:
+        known = {
+            name: value for name, value in asdict(shape).items() if shape.experts or "experts" not in name
+        }
+        if odd := [name for name, value in known.items() if type(value) is not int or value < 1]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
         return shape, (content.get("text_config") or content).get("max_position_embeddings")
     except OSError as error:

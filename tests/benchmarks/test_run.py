@@ -144,11 +144,11 @@ def test_a_policy_is_a_further_server(tmp_path, monkeypatch, speed_is_built):
     expected = result["cells"][0]["predictions"]
     assert list(expected) == ["fathom/half"]
     assert expected["fathom/half"]["kv_reported"] == 2
-    # 64 + 8 tokens at two layers; above the first only token 0, the last prompt token and the 8 generated.
-    assert expected["fathom/half"]["kv"] == pytest.approx(2 * 72 / (72 + 10))
+    # 64 + 7 tokens at two layers (the last has no KV); above the first only token 0, the prompt's last and those 7.
+    assert expected["fathom/half"]["kv"] == pytest.approx(2 * 71 / (71 + 9))
     last = report.table(result).splitlines()[-1]
     assert last.startswith("| 64 | 2 | fathom/half | ")
-    assert last.endswith(" | 2.00 | 1.76 | – | – | – | – | – |")
+    assert last.endswith(" | 2.00 | 1.77 | – | – | – | – | – |")
 
 
 def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeypatch, speed_is_built):

@@ -178,6 +178,22 @@ def chunked(start_server, ending_pair):
     return start_server(ending_pair[0], *FLAGS, *CHUNKED, *draft_flags(ending_pair[1], 0))
 
 
+def test_a_prompt_ends_in_several_chunks_beside_slow_and_fast_decoding(chunked, expected):
+    """What the draft chose is more than a chunk, and the last step of the prompt has decode rows in it."""
+    decoding = [(make_prompt(20 + n, 60), MECHANISMS["SFI"], 400) for n in range(2)]
+    alone = [tokens_of(chunked, *case) for case in decoding]
+    chunked.flush()
+    cases = [(make_prompt(n, 300), c) for n, c in enumerate(COMBINATIONS) if "SpecPrefill" in c][:4]
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(tokens_of, chunked, *case) for case in decoding]
+        wait_until(lambda: chunked.engine()["slow_fast"]["buffers_in_use"] == 2)
+        told = [tokens_of(chunked, prompt, policy_of(combination)) for prompt, combination in cases]
+        assert not any(answer.done() for answer in answers)
+        assert [answer.result() for answer in answers] == alone
+    assert told == [expected(*case).tokens for case in cases]
+    settle(chunked)
+
+
 def test_one_at_a_time(chunked, ending_pair, expected, capsys):
     for prompt, combination in zip(documents(), COMBINATIONS, strict=True):
         report = check(expected, 4, prompt, combination, ask(chunked, prompt, combination))
@@ -239,22 +255,6 @@ def tokens_of(server, prompt, policy, new_tokens=NEW_TOKENS):
     body = greedy.body_of(prompt, policy, new_tokens)
     asked = {name: body[name] for name in ("input_ids", "sampling_params", "fathom")}
     return server.client.post("/generate", json=asked).json()["output_ids"]
-
-
-def test_a_prompt_ends_in_several_chunks_beside_slow_and_fast_decoding(chunked, expected):
-    """What the draft chose is more than a chunk, and the last step of the prompt has decode rows in it."""
-    decoding = [(make_prompt(20 + n, 60), MECHANISMS["SFI"], 400) for n in range(2)]
-    alone = [tokens_of(chunked, *case) for case in decoding]
-    chunked.flush()
-    cases = [(make_prompt(n, 300), c) for n, c in enumerate(COMBINATIONS) if "SpecPrefill" in c][:4]
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(tokens_of, chunked, *case) for case in decoding]
-        wait_until(lambda: chunked.engine()["slow_fast"]["buffers_in_use"] == 2)
-        told = [tokens_of(chunked, prompt, policy_of(combination)) for prompt, combination in cases]
-        assert not any(answer.done() for answer in answers)
-        assert [answer.result() for answer in answers] == alone
-    assert told == [expected(*case).tokens for case in cases]
-    settle(chunked)
 
 
 def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expected):
