@@ -31,7 +31,7 @@ class ModelShape:
     Attributes:
         intermediate: width of the MLP; of all experts that one token uses together.
         kv_itemsize, weight_itemsize: of one KV element and of one weight.
-        experts, experts_per_token: of each layer; 0 where the MLP is one for all tokens.
+        experts, experts_per_token: of each layer; 1 where the MLP is one for all tokens.
     """
 
     layers: int
@@ -43,8 +43,8 @@ class ModelShape:
     vocab: int
     kv_itemsize: int = 2
     weight_itemsize: int = 2
-    experts: int = 0
-    experts_per_token: int = 0
+    experts: int = 1
+    experts_per_token: int = 1
 
     @classmethod
     def from_config(
@@ -60,7 +60,7 @@ class ModelShape:
             raise ValueError("latent attention (kv_lora_rank) has no KV heads to count")
         itemsize = ITEMSIZE[str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")]
         heads = config["num_attention_heads"]
-        experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
+        experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -72,7 +72,7 @@ class ModelShape:
             kv_itemsize=kv_itemsize or itemsize,
             weight_itemsize=weight_itemsize or itemsize,
             experts=experts,
-            experts_per_token=config["num_experts_per_tok"] if experts else 0,
+            experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
         )
 
     @property
@@ -97,12 +97,10 @@ class ModelShape:
         Of experts, those that some request's token is sent to: their mean number if each goes to any with the same
         chance.
         """
-        read: float = self.layers * self.layer_weights + self.head_weights
-        if self.experts:
-            met = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** batch)
-            expert = 3 * self.hidden * self.intermediate / self.experts_per_token
-            read += self.layers * expert * (met - self.experts_per_token)
-        return read * self.weight_itemsize
+        met = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** batch)
+        expert = 3 * self.hidden * self.intermediate / self.experts_per_token
+        layer = self.layer_weights + expert * (met - self.experts_per_token)
+        return (self.layers * layer + self.head_weights) * self.weight_itemsize
 
 
 def _intermediate(config: Mapping[str, Any]) -> int:

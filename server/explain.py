@@ -135,10 +135,7 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
     try:
         content = json.loads(path.read_text())
         shape = cost.ModelShape.from_config(content)
-        known = {
-            name: value for name, value in asdict(shape).items() if shape.experts or "experts" not in name
-        }
-        if odd := [name for name, value in known.items() if type(value) is not int or value < 1]:
+        if odd := [name for name, value in asdict(shape).items() if type(value) is not int or value < 1]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
         return shape, (content.get("text_config") or content).get("max_position_embeddings")
     except OSError as error:
@@ -189,7 +186,7 @@ def case_of(options: argparse.Namespace) -> Case:
         notes.append(
             f"The model's context is {context:,} tokens: a server would refuse this prompt and answer."
         )
-    if shape.experts and options.batch > 1:
+    if shape.experts > 1 and options.batch > 1:
         notes.append(
             f"Weights read: the experts that {options.batch} tokens meet, each going to any "
             f"{shape.experts_per_token} of {shape.experts} with the same chance."

@@ -290,12 +290,7 @@ def test_four_at_once_from_the_prefix_cache_beside_dropped_ones(chunked, expecte
 def test_whole_prompts_four_at_once(start_server, ending_pair, expected):
     flags = ("--chunked-prefill-size", "-1", *draft_flags(ending_pair[1], 0))
     server = start_server(ending_pair[0], *FLAGS, *flags)
-    jobs = list(zip(documents(), COMBINATIONS, strict=True))
-    random.Random(4).shuffle(jobs)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda job: ask(server, *job), jobs))
-    for (prompt, combination), answer in zip(jobs, answers, strict=True):
-        check(expected, 1, prompt, combination, answer)
+    check_four_at_once(server, expected, 1, seed=4)
     finish(server)
 
 
@@ -303,14 +298,19 @@ def test_without_a_prefix_cache(start_server, ending_pair, expected):
     """SGLang has another admission there, of requests that do not end by themselves."""
     flags = (*CHUNKED, "--disable-radix-cache", "--propagation-buffer", "200")
     server = start_server(ending_pair[0], *FLAGS, *flags, *draft_flags(ending_pair[1], 0))
+    check_four_at_once(server, expected, 4, seed=6)
+    check_one_in_chunks_at_a_time(server)
+    finish(server)
+
+
+def check_four_at_once(server, expected, page, seed):
+    """All combinations, in an order at random."""
     jobs = list(zip(documents(), COMBINATIONS, strict=True))
-    random.Random(6).shuffle(jobs)
+    random.Random(seed).shuffle(jobs)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda job: ask(server, *job), jobs))
     for (prompt, combination), answer in zip(jobs, answers, strict=True):
-        check(expected, 4, prompt, combination, answer)
-    check_one_in_chunks_at_a_time(server)
-    finish(server)
+        check(expected, page, prompt, combination, answer)
 
 
 def check_one_in_chunks_at_a_time(server):
