@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -89,10 +90,22 @@ def pytest_runtest_setup(item):
         return (yield)
 
 
+@contextlib.contextmanager
+def without_collections():
+    """Spare what lives now the collector's visits: after thousands of tests, one holds every thread for long."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Tests marked `alone` compare clocks: meanwhile no other worker runs a test or starts a server."""
-    with in_turn(item, item.get_closest_marker("alone") is not None):
+    alone = item.get_closest_marker("alone") is not None
+    with in_turn(item, alone), without_collections() if alone else contextlib.nullcontext():
         return (yield)
 
 

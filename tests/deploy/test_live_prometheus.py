@@ -5,6 +5,7 @@ read by the queries of docs/metrics.md, agree with what the `openai` client and 
 About 30 s on top of the shared server.
 """
 
+import itertools
 import json
 import random
 import re
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,6 +110,8 @@ def test_no_rule_fails_and_no_alert_fires(prometheus):
 REQUESTS, OUTPUT_TOKENS, AT_ONCE = 40, 32, 2
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 AGREEMENT = 0.15
+ROUNDS = 3
+"""How often a client may measure: a stall of the machine that only one side sees weighs less each time."""
 BENCH_SERVING = (
     "import runpy; from fathom.runtime.sglang_host import torchvision_ops; torchvision_ops.declare(); "
     "runpy.run_module('sglang.bench_serving', run_name='__main__')"
@@ -131,12 +135,6 @@ def value(url: str, expression: str) -> float:
     return float(sample["value"][1])
 
 
-def first_of_its_route(server, url: str, route: str, body: dict) -> None:
-    """One answer, scraped: a rate starts to count at a series' first sample."""
-    assert server.client.post(route, json=body).status_code == 200
-    wait_for(url, route, 1)
-
-
 def wait_for(url: str, route: str, answers: int) -> None:
     expression = f'fathom:time_to_first_token_seconds_count{{route="{route}"}} == {answers}'
     wait_until(lambda: query(url, expression), 20)
@@ -144,7 +142,6 @@ def wait_for(url: str, route: str, answers: int) -> None:
 
 def as_prometheus_has_it(url: str, route: str) -> dict[str, float]:
     """Mean, median and 95th percentile of both times, in seconds, over all but the first answer of a route."""
-    wait_for(url, route, REQUESTS + 1)
     times = {"ttft": "fathom:time_to_first_token_seconds", "tpot": "fathom:time_per_output_token_seconds"}
     found = {}
     for name, series in times.items():
@@ -155,29 +152,45 @@ def as_prometheus_has_it(url: str, route: str) -> dict[str, float]:
     return found
 
 
-def assert_agreement(prometheus: dict[str, float], client: dict[str, float]) -> None:
-    apart = {name: round(prometheus[name] / client[name] - 1, 4) for name in client}
-    print("apart:", apart)
-    assert all(abs(share) < AGREEMENT for share in apart.values()), (apart, prometheus, client)
+def as_clients_have_it(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """The same of what a client measured, (time to first token, time per output token) per request."""
+    found = {}
+    for name, seconds in zip(("ttft", "tpot"), zip(*pairs, strict=True), strict=True):
+        quantiles = {f"{q} {name}": float(numpy.quantile(seconds, float(q))) for q in ("0.5", "0.95")}
+        found |= {f"mean {name}": statistics.fmean(seconds), **quantiles}
+    return found
 
 
-def summary(name: str, seconds: list[float]) -> dict[str, float]:
-    quantiles = {f"{q} {name}": float(numpy.quantile(seconds, float(q))) for q in ("0.5", "0.95")}
-    return {f"mean {name}": statistics.fmean(seconds), **quantiles}
+def assert_agreement(url: str, route: str, measure: Callable[[], list[tuple[float, float]]]) -> None:
+    """Prometheus and a client agree on all that the client measured, after one round or some more.
+
+    One request of the route has been answered before: a rate starts to count at a series' first sample.
+    """
+    wait_for(url, route, 1)
+    pairs = []
+    for _ in range(ROUNDS):
+        pairs += measure()
+        wait_for(url, route, len(pairs) + 1)
+        prometheus, client = as_prometheus_has_it(url, route), as_clients_have_it(pairs)
+        apart = {name: round(prometheus[name] / client[name] - 1, 4) for name in client}
+        print("apart:", apart)
+        if all(abs(share) < AGREEMENT for share in apart.values()):
+            return
+    raise AssertionError((apart, prometheus, client))
 
 
 @pytest.mark.alone
 def test_prometheus_agrees_with_the_openai_client(server, prometheus):
-    model = server.openai.models.list().data[0].id
+    client = server.openai
+    model = client.models.list().data[0].id
     draw = random.Random(3)
 
-    def ask(client, words: int) -> tuple[float, float]:
-        text = " ".join(draw.choice(["key", "red", "box", "job", "code"]) for _ in range(words))
+    def ask(text: str) -> tuple[float, float]:
         begin = time.perf_counter()
         events = []
         for chunk in client.chat.completions.create(
             model=model,
-            messages=[{"role": "user", "content": f"{draw.random()} {text}"}],
+            messages=[{"role": "user", "content": text}],
             max_tokens=OUTPUT_TOKENS,
             stream=True,
             stream_options={"include_usage": True},
@@ -188,56 +201,48 @@ def test_prometheus_agrees_with_the_openai_client(server, prometheus):
         assert usage.completion_tokens == OUTPUT_TOKENS
         return events[0] - begin, (events[-1] - events[0]) / (OUTPUT_TOKENS - 1)
 
-    hello = {
-        "model": model,
-        "messages": [{"role": "user", "content": "key"}],
-        "max_tokens": 4,
-        "ignore_eos": True,
-    }
-    first_of_its_route(server, prometheus, CHAT, hello)
-    client = server.openai
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    def measure() -> list[tuple[float, float]]:
         lengths = [draw.randrange(1500, 3500) for _ in range(REQUESTS)]
-        measured = list(pool.map(lambda words: ask(client, words), lengths))
-    ttft, tpot = (list(column) for column in zip(*measured, strict=True))
-    assert_agreement(
-        as_prometheus_has_it(prometheus, CHAT), {**summary("ttft", ttft), **summary("tpot", tpot)}
-    )
+        words = (draw.choices(["key", "red", "box", "job", "code"], k=length) for length in lengths)
+        texts = [f"{draw.random()} {' '.join(text)}" for text in words]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(ask, texts))
+
+    ask("key")
+    assert_agreement(prometheus, CHAT, measure)
 
 
 @pytest.mark.alone
 def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tmp_path):
     model = server.openai.models.list().data[0].id
-    first_of_its_route(
-        server,
-        prometheus,
-        COMPLETIONS,
-        {"model": model, "prompt": "key", "max_tokens": 4, "ignore_eos": True},
-    )
-    result = tmp_path / "result.jsonl"
-    options = {
-        "backend": "sglang-oai",
-        "base-url": server.url,
-        "model": model,
-        "tokenizer": tiny_model,
-        "dataset-name": "random-ids",
-        "random-input-len": 3000,
-        "random-output-len": OUTPUT_TOKENS,
-        "random-range-ratio": 0.5,
-        "num-prompts": REQUESTS,
-        "max-concurrency": AT_ONCE,
-        "warmup-requests": 0,
-        "output-file": result,
-    }
-    flags = [str(part) for name, given in options.items() for part in (f"--{name}", given)]
-    command = [sys.executable, "-c", BENCH_SERVING, *flags, "--disable-tqdm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(result.read_text())
-    assert report["completed"] == REQUESTS
-    client = {
-        f"{label} {name}": report[f"{key}_{name}_ms"] / 1000
-        for name in ("ttft", "tpot")
-        for label, key in (("mean", "mean"), ("0.5", "median"), ("0.95", "p95"))
-    }
-    assert_agreement(as_prometheus_has_it(prometheus, COMPLETIONS), client)
+    rounds = itertools.count()
+
+    def measure() -> list[tuple[float, float]]:
+        result = tmp_path / f"{(seed := next(rounds))}.jsonl"
+        options = {
+            "backend": "sglang-oai",
+            "base-url": server.url,
+            "model": model,
+            "tokenizer": tiny_model,
+            "dataset-name": "random-ids",
+            "random-input-len": 3000,
+            "random-output-len": OUTPUT_TOKENS,
+            "random-range-ratio": 0.5,
+            "num-prompts": REQUESTS,
+            "max-concurrency": AT_ONCE,
+            "warmup-requests": 0,
+            "seed": seed,
+            "output-file": result,
+        }
+        flags = [str(part) for name, given in options.items() for part in (f"--{name}", given)]
+        command = [sys.executable, "-c", BENCH_SERVING, *flags, "--disable-tqdm", "--output-details"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        report = json.loads(result.read_text())
+        assert report["completed"] == REQUESTS
+        measured = zip(report["ttfts"], report["itls"], report["output_lens"], strict=True)
+        return [(first, sum(gaps) / (tokens - 1)) for first, gaps, tokens in measured]
+
+    first = {"model": model, "prompt": "key", "max_tokens": 4, "ignore_eos": True}
+    assert server.client.post(COMPLETIONS, json=first).status_code == 200
+    assert_agreement(prometheus, COMPLETIONS, measure)
