@@ -191,6 +191,8 @@ def plan(argv: list[str]) -> Plan:
     name = engine.served_model_name or (DEMO_NAME if own.demo else model)
     host = own.host or DEFAULT_HOST
     port = own.port if own.port is not None else DEFAULT_PORT
+    if not 1 <= port <= 65535:
+        raise StartError(f"--port must be in [1, 65535], got {port}")
     draft = _draft(own, engine)
     fixed = ["--model-path", model, "--host", host, "--port", str(port)]
     return Plan(
@@ -256,8 +258,8 @@ def main(argv: list[str]) -> NoReturn:
         StartError: for what keeps the server from starting.
     """
     work = plan(argv)
-    checks.check_port(work.host, work.port)
     checks.check_model(work.model)
+    checks.check_port(work.host, work.port)
     _stop_on_sigterm()
     if work.gpu_depth_pages:
         from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
