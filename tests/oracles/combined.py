@@ -5,8 +5,8 @@ above the selection layer and the entries that each KV head kept (FastKV), those
 (SPEED), and what a decode step reads of all that (Slow-Fast Inference). Drafting changes no greedy token, so it has
 no place here.
 
-Works on the Transformers models that ``oracles/sfi.py`` works on; the rules of selection are that file's and
-``oracles/fastkv.py``'s. Shares no code with the engine.
+Works on Transformers models of any family. The rules of selection are those of ``oracles/sfi.py`` and
+``oracles/fastkv.py``. Shares no code with the engine.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from oracles import fastkv, sfi
+from oracles import attending, fastkv, sfi
 
 WINDOW = 8
 
@@ -151,41 +151,33 @@ class Combined(sfi.CachedModel):
     def prefill(self, prompt: Sequence[int], how: Prefill, answer: Answer) -> torch.Tensor:
         """Logits of the last prompt token [vocabulary]; sets and kept entries go to ``answer``."""
         n, self.length = len(prompt), len(prompt)
-        hidden = self.body.embed_tokens(torch.tensor(list(prompt)))
-        cos, sin = (x[0] for x in self.body.rotary_emb(hidden, torch.arange(n).unsqueeze(0)))
         exists = list(range(n)) if how.entered is None else sorted(how.entered)
-        count, causal = len(exists), torch.ones(n, n, dtype=torch.bool).tril()
-        for i, layer in enumerate(self.body.layers):
+        count = len(exists)
+
+        def attend(i, q, k, v, scale):
+            nonlocal exists
             if how.cutoff is not None and i == how.cutoff:
                 exists = sorted({n - 1} | ({0} if how.anchors == "bos" else set()))
-            q, k, v = self.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
             self.keys[i, :, :n], self.values[i, :, :n] = k, v
             selects = how.tsp_layer is not None and how.tsp_rate < 1 and i == how.tsp_layer - 1
             matrix = None
             if selects or (how.retention < 1 and how.rule == "saliency"):
-                own = [x[:, exists].transpose(0, 1) for x in (q, k)]
-                matrix = fastkv.attention(*own, self.dim**-0.5)
+                matrix = fastkv.attention(*(x[:, exists].transpose(0, 1) for x in (q, k)), scale)
             kept = self._kept(matrix, exists, count, how)
             answer.sets.append(exists)
             answer.kept.append(kept)
             self.there[i, :, :n] = False
             for head, positions in enumerate(kept):
                 self.there[i, head, positions] = True
-            visible = torch.zeros(n, dtype=torch.bool)
-            visible[exists] = True
-            # A position that does not exist here is no key for any other: what is computed for it has no effect.
-            mask = causal & (visible | torch.eye(n, dtype=torch.bool))
-            share = self.heads // self.kv_heads
-            scores = q @ k.repeat_interleave(share, 0).transpose(-1, -2) * self.dim**-0.5
-            mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.repeat_interleave(share, 0)
-            hidden = hidden + layer.self_attn.o_proj(mixed.transpose(0, 1).reshape(n, -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+            mixed, _ = attending.masked(q, k, v, attending.only(exists, n), scale)
             if selects:
                 forced = [0] if how.cutoff is not None and how.anchors == "bos" else []
                 scores = fastkv.saliency(matrix, 1, WINDOW)[0]
                 chosen = fastkv.keep(scores, len(exists), count, how.tsp_rate, WINDOW, forced)
                 exists = [exists[j] for j in chosen]
-        return self.head(self.body.norm(hidden[-1]))
+            return mixed
+
+        return attending.forward(self.model, prompt, attend)[-1]
 
     def _kept(self, matrix, exists: list[int], count: int, how: Prefill) -> list[list[int]]:
         if how.retention == 1:

@@ -5,26 +5,20 @@ never a key there, so what is computed for it has no effect.
 """
 
 import torch
+from oracles import attending
 from oracles import fastkv as rules
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 WINDOW = 8
 
 
 class CompressedModel:
-    """Log-probabilities of a Llama whose layers drop prompt tokens, and whose heads drop entries."""
+    """Log-probabilities of a model whose layers drop prompt tokens, and whose heads drop entries."""
 
     def __init__(self, folder) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        config = self.model.config
-        self.heads, self.kv_heads, self.dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.kv_heads = self.model.config.num_key_value_heads
 
-    @torch.no_grad()
     def log_probs(
         self,
         prompt,
@@ -50,44 +44,29 @@ class CompressedModel:
             [len(generated) + 1, vocabulary] float32; beside it ``self.sets`` [layer] of positions seen, and
             ``self.kept`` [layer][KV head] of positions kept.
         """
-        n, base = len(prompt), self.model.model
-        tokens = torch.tensor([list(prompt) + list(generated)])
-        positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-        hidden = base.embed_tokens(tokens)
-        rotary = base.rotary_emb(hidden, positions)
+        n = len(prompt)
+        tokens = [*prompt, *generated]
         exists = list(range(n)) if entered is None else sorted(entered)
         count, self.sets, self.kept = len(exists), [], []
-        for number, layer in enumerate(base.layers):
-            if cutoff is not None and number == cutoff:
+
+        def attend(layer, q, k, v, scale):
+            nonlocal exists
+            if cutoff is not None and layer == cutoff:
                 exists = sorted({n - 1} | ({0} if anchors == "bos" else set()))
-            normed = layer.input_layernorm(hidden)
-            q, k, v = (
-                project(normed).view(1, -1, heads, self.dim).transpose(1, 2)
-                for project, heads in (
-                    (layer.self_attn.q_proj, self.heads),
-                    (layer.self_attn.k_proj, self.kv_heads),
-                    (layer.self_attn.v_proj, self.kv_heads),
-                )
-            )
-            q, k = apply_rotary_pos_emb(q, k, *rotary)
-            matrix = rules.attention(
-                q[0, :, exists].transpose(0, 1), k[0, :, exists].transpose(0, 1), self.scale
-            )
+            matrix = rules.attention(q[:, exists].transpose(0, 1), k[:, exists].transpose(0, 1), scale)
             kept = self._kept(matrix, exists, count, retention, rule)
             self.sets.append(exists)
             self.kept.append(kept)
-            hidden = hidden + layer.self_attn.o_proj(self._attend(q, k, v, exists, kept, n))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            if tsp_layer is not None and tsp_rate < 1 and number == tsp_layer - 1:
+            visible = torch.stack([self._visible(exists, head, n, len(tokens)) for head in kept])
+            if tsp_layer is not None and tsp_rate < 1 and layer == tsp_layer - 1:
                 forced = [0] if cutoff is not None and anchors == "bos" else []
                 scores = rules.saliency(matrix, 1, WINDOW)[0]
                 chosen = rules.keep(scores, len(exists), count, tsp_rate, WINDOW, forced)
                 exists = [exists[i] for i in chosen]
-        return self.model.lm_head(base.norm(hidden)[0, n - 1 :]).float().log_softmax(-1)
+            return attending.masked(q, k, v, visible, scale)[0]
 
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5
+        rows = attending.forward(self.model, tokens, attend, rows=len(generated) + 1)
+        return rows.log_softmax(-1)
 
     def _kept(self, matrix, exists, count, retention, rule):
         if retention == 1:
@@ -98,16 +77,9 @@ class CompressedModel:
             scores = [[float("inf") if i < 4 else float(i) for i in range(before)]] * self.kv_heads
         return [[exists[i] for i in rules.keep(s, len(exists), count, retention, WINDOW)] for s in scores]
 
-    def _attend(self, q, k, v, exists, kept, n):
-        total, share = q.shape[2], self.heads // self.kv_heads
-        causal = torch.ones(total, total, dtype=torch.bool).tril()
-        outputs = []
-        for head in range(self.heads):
-            visible = torch.zeros(total, total, dtype=torch.bool)
-            visible[:n, exists] = True
-            visible[n:, kept[head // share]] = True
-            visible[n:, n:] = True
-            visible = (visible & causal) | torch.eye(total, dtype=torch.bool)
-            logits = q[0, head] @ k[0, head // share].T * self.scale
-            outputs.append(logits.masked_fill(~visible, float("-inf")).softmax(-1) @ v[0, head // share])
-        return torch.cat(outputs, -1).unsqueeze(0)
+    @staticmethod
+    def _visible(exists, kept, n, total):
+        """[total, total] bool of one KV head: the prompt sees what exists, generated tokens what was kept."""
+        visible = attending.only([*exists, *range(n, total)], total)
+        visible[n:] = attending.only([*kept, *range(n, total)], total)[n:]
+        return visible

@@ -5,6 +5,7 @@ is never a key there, so what is computed for it has no effect.
 """
 
 import torch
+from oracles import attending
 from transformers import AutoModelForCausalLM
 
 
@@ -12,12 +13,9 @@ class NarrowedModel:
     """Log-probabilities of a model whose layer ``l`` sees the prompt tokens that ``kept(l)`` names."""
 
     def __init__(self, folder) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.layers = len(self.model.model.layers)
 
-    @torch.no_grad()
     def log_probs(self, prompt, generated, kept):
         """Log-probabilities of the token after each position from the last prompt token on.
 
@@ -28,24 +26,13 @@ class NarrowedModel:
         Returns:
             [len(generated) + 1, vocabulary] float32.
         """
-        tokens = torch.tensor([list(prompt) + list(generated)])
-        total, base = tokens.shape[1], self.model.model
-        hidden = base.embed_tokens(tokens)
-        positions = torch.arange(total).unsqueeze(0)
-        rotary = base.rotary_emb(hidden, positions)
-        causal = torch.ones(total, total, dtype=torch.bool).tril()
-        for number, layer in enumerate(base.layers):
-            exists = torch.zeros(total, dtype=torch.bool)
-            exists[sorted(kept(number, len(prompt)))] = True
-            exists[len(prompt) :] = True
-            visible = causal & (exists | torch.eye(total, dtype=torch.bool))
-            mask = torch.zeros(total, total).masked_fill(~visible, float("-inf"))
-            output = layer(
-                hidden, attention_mask=mask[None, None], position_ids=positions, position_embeddings=rotary
-            )
-            hidden = output[0] if isinstance(output, tuple) else output
-        rows = base.norm(hidden)[0, len(prompt) - 1 :]
-        return self.model.lm_head(rows).float().log_softmax(-1)
+        n, tokens = len(prompt), [*prompt, *generated]
+
+        def attend(layer, q, k, v, scale):
+            exists = {*kept(layer, n), *range(n, len(tokens))}
+            return attending.masked(q, k, v, attending.only(exists, len(tokens)), scale)[0]
+
+        return attending.forward(self.model, tokens, attend, rows=len(generated) + 1).log_softmax(-1)
 
 
 def speed(cutoff, anchors="bos"):

@@ -1,15 +1,15 @@
 """Slow-Fast Inference by the book: Algorithms 1 and 2 in plain PyTorch, one request, explicit masks.
 
-Works on a Transformers decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) in float32. Keys are cached and
-every step reads them all under a mask, so a step costs what dense decoding costs.
+Works on a Transformers decoder in float32. Keys are cached and every step reads them all under a mask, so a step
+costs what dense decoding costs.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
+from oracles import attending
 
 
 @dataclass(frozen=True)
@@ -143,28 +143,13 @@ class CachedModel:
 
     def __init__(self, model, capacity: int) -> None:
         config = model.config
-        self.body, self.head = model.model, model.lm_head
+        self.model = model
         self.kv_heads = config.num_key_value_heads
         self.heads = config.num_attention_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         shape = (config.num_hidden_layers, self.kv_heads, capacity, self.dim)
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
         self.length = 0
-
-    def project(self, attention, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """Rotated queries [heads, n, dim] and keys [kv_heads, n, dim], and values."""
-        n = len(hidden)
-        q = attention.q_proj(hidden).view(n, self.heads, self.dim)
-        k = attention.k_proj(hidden).view(n, self.kv_heads, self.dim)
-        v = attention.v_proj(hidden).view(n, self.kv_heads, self.dim)
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-
-        def rotate(x):
-            half = torch.cat((-x[..., self.dim // 2 :], x[..., : self.dim // 2]), -1)
-            return x * cos.unsqueeze(1) + half * sin.unsqueeze(1)
-
-        return rotate(q).transpose(0, 1), rotate(k).transpose(0, 1), v.transpose(0, 1)
 
     def forward(self, ids: list[int], visible) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run the next tokens.
@@ -178,21 +163,16 @@ class CachedModel:
         """
         positions = torch.arange(self.length, self.length + len(ids))
         self.length += len(ids)
-        hidden = self.body.embed_tokens(torch.tensor(ids))
-        cos, sin = (x[0] for x in self.body.rotary_emb(hidden, positions.unsqueeze(0)))
         observed = []
-        for i, layer in enumerate(self.body.layers):
-            q, k, v = self.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
+
+        def attend(i, q, k, v, scale):
             self.keys[i, :, positions], self.values[i, :, positions] = k, v
-            q = q.reshape(self.kv_heads, -1, len(ids), self.dim)
-            scores = q @ self.keys[i, :, None, : self.length].transpose(-1, -2) / math.sqrt(self.dim)
-            scores = scores.masked_fill(~visible(i).unsqueeze(1), float("-inf"))
-            mixed = scores.softmax(-1) @ self.values[i, :, None, : self.length]
-            mixed = mixed.reshape(self.heads, len(ids), self.dim).transpose(0, 1).reshape(len(ids), -1)
-            hidden = hidden + layer.self_attn.o_proj(mixed)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
-            observed.append(scores)
-        return self.head(self.body.norm(hidden[-1])), observed
+            cached = (x[i, :, : self.length] for x in (self.keys, self.values))
+            mixed, logits = attending.masked(q, *cached, visible(i), scale)
+            observed.append(logits)
+            return mixed
+
+        return attending.forward(self.model, ids, attend, positions)[-1], observed
 
 
 @torch.inference_mode()

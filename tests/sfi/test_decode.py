@@ -4,14 +4,13 @@ No engine: scattered slots, a table of its own length per span, rows that altern
 """
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from oracles import combined
+from oracles import attending, combined
 from oracles import sfi as oracle
 
 from fathom.runtime.decode import AS_SERVED, Entry, Shape, SlowFast
@@ -51,7 +50,6 @@ class Loop:
     def __init__(self, model, state, width=400, reading=AS_SERVED):
         self.reading = reading
         self.model, self.state = model, state
-        self.parts = oracle.CachedModel(model, 0)
         slots, self.layers = 12 * width, len(model.model.layers)
         self.free = torch.randperm(slots, generator=torch.Generator().manual_seed(1)).tolist()
         self.pool = [(torch.randn(slots, 2, 32), torch.randn(slots, 2, 32)) for _ in range(self.layers)]
@@ -103,25 +101,23 @@ class Loop:
             for own in self.slots[row]:
                 own.extend(self.free.pop() for _ in range(1 + len(asked[row])))
         step = self.state.begin([self.entry(row, len(asked[row])) for row in rows])
-        body, counts = self.model.model, [1 + len(asked[row]) for row in rows]
-        hidden = body.embed_tokens(torch.tensor([t for r in rows for t in (self.tokens[r][-1], *asked[r])]))
+        counts = [1 + len(asked[row]) for row in rows]
+        ids = [token for row in rows for token in (self.tokens[row][-1], *asked[row])]
         positions = torch.cat(
             [torch.arange(n) + self.length[r] - 1 for r, n in zip(rows, counts, strict=True)]
         )
-        cos, sin = (x[0] for x in body.rotary_emb(hidden, positions.unsqueeze(0)))
+
+        def attend(i, q, k, v, scale):
+            tables = [self.slots[r][i // SPAN] for r in rows]
+            last = [slot for own, n in zip(tables, counts, strict=True) for slot in own[-n:]]
+            self.pool[i][0][last], self.pool[i][1][last] = k.transpose(0, 1), v.transpose(0, 1)
+            slots = np.concatenate([[7, 7], *tables]).astype(np.int32)  # a segment before the step's own
+            entry = np.cumsum([0, 2, *map(len, tables)])
+            view = SpanView(slots.__getitem__, entry, np.arange(len(entry)), np.zeros(0, np.int64))
+            return step.attend(i, q.transpose(0, 1), self.pool[i], view, scale).transpose(0, 1)
+
         with self.state.executor.step():
-            for i, layer in enumerate(body.layers):
-                tables = [self.slots[r][i // SPAN] for r in rows]
-                q, k, v = self.parts.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
-                last = [slot for own, n in zip(tables, counts, strict=True) for slot in own[-n:]]
-                self.pool[i][0][last], self.pool[i][1][last] = k.transpose(0, 1), v.transpose(0, 1)
-                slots = np.concatenate([[7, 7], *tables]).astype(np.int32)  # a segment before the step's own
-                entry = np.cumsum([0, 2, *map(len, tables)])
-                view = SpanView(slots.__getitem__, entry, np.arange(len(entry)), np.zeros(0, np.int64))
-                mixed = step.attend(i, q.transpose(0, 1), self.pool[i], view, 1 / math.sqrt(32))
-                hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(hidden), -1))
-                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        logits = self.model.lm_head(body.norm(hidden)).split(counts)
+            logits = attending.forward(self.model, ids, attend, positions, len(ids)).split(counts)
         for row, found, lines in zip(rows, step.finish(), logits, strict=True):
             self.outcomes[row].append(found)
             self.accept(row, lines, asked[row])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from oracles import attending
 from oracles import sfi as oracle
 
 from fathom.kernels.decode_logits import decode_logits, plan_dense
@@ -18,7 +19,7 @@ from fathom.runtime.sfi.refresh import EvidenceRing, InOrder, RefreshExecutor
 from fathom.runtime.sfi.step import plan_step, refresh_layer, seed_step
 from fathom.runtime.sfi.trigger import PhaseState, trigger_mask
 
-VOCABULARY = 128
+VOCABULARY, KV_HEADS = 128, 2
 SELECTOR = SelectorConfig(nms_radius=3, prior_clip=0.2)
 CONFIG = SfiConfig(sink=4, recent=16, selected=20, refresh_budget=9, prefill_window=16)
 TRIGGERS = list(range(0, VOCABULARY, 11))
@@ -48,8 +49,8 @@ class Loop:
 
     def __init__(self, model, config: SfiConfig, requests: int, width: int, runs: int) -> None:
         self.model, self.config = model, config
-        self.parts = oracle.CachedModel(model, 0)
-        layers, kv_heads, dim = len(model.model.layers), self.parts.kv_heads, self.parts.dim
+        layers, heads, kv_heads = len(model.model.layers), model.config.num_attention_heads, KV_HEADS
+        dim = model.config.head_dim
         slots = requests * width + 3
         self.table = torch.randperm(slots)[: requests * width].view(requests, width).int()
         self.pool = [
@@ -60,24 +61,13 @@ class Loop:
         buffer = (self.runs.tokens, kv_heads, dim)
         self.compact = [(torch.full(buffer, torch.nan), torch.full(buffer, torch.nan)) for _ in range(layers)]
         self.phases = PhaseState(requests, trigger_mask(TRIGGERS, VOCABULARY), config)
-        memory = 4 * requests * width * (self.parts.heads * config.prefill_window + kv_heads) * 2
-        self.ring = EvidenceRing(2, self.parts.heads, kv_heads, memory)
+        memory = 4 * requests * width * (heads * config.prefill_window + kv_heads) * 2
+        self.ring = EvidenceRing(2, heads, kv_heads, memory)
         self.executor = RefreshExecutor(InOrder(), slots=2)
         self.start = np.full(requests, -1)
         self.held = np.zeros(requests, np.int64)
         self.length = np.zeros(requests, np.int64)
         self.traces: list[Trace] = []
-
-    def through_layers(self, ids, positions, attend) -> torch.Tensor:
-        """Logits [n, vocabulary] of tokens; ``attend(layer, q, k, v)`` with q, k and v [heads, n, dim]."""
-        body = self.model.model
-        hidden = body.embed_tokens(torch.tensor(ids))
-        cos, sin = (x[0] for x in body.rotary_emb(hidden, positions.unsqueeze(0)))
-        for i, layer in enumerate(body.layers):
-            mixed = attend(i, *self.parts.project(layer.self_attn, layer.input_layernorm(hidden), cos, sin))
-            hidden = hidden + layer.self_attn.o_proj(mixed.reshape(len(ids), -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self.model.lm_head(body.norm(hidden))
 
     def prefill(self, prompt: list[int], seeded: bool) -> None:
         row, n = len(self.traces), len(prompt)
@@ -87,10 +77,10 @@ class Loop:
         self.start[row] = -1 if start is None else start
         batch, chosen, held = seed_step(rows, lengths, self.start[rows], self.config)
         window = min(self.config.prefill_window, n)
-        plan = plan_dense(torch.tensor([row]), torch.tensor([n]), self.parts.kv_heads)
+        plan = plan_dense(torch.tensor([row]), torch.tensor([n]), KV_HEADS)
         seed = []
 
-        def attend(i, q, k, v):
+        def attend(i, q, k, v, scale):
             slots = self.table[row, :n].long()
             self.pool[i][0][slots], self.pool[i][1][slots] = k.transpose(0, 1), v.transpose(0, 1)
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -100,15 +90,15 @@ class Loop:
                 slot = self.executor.acquire()
                 evidence = self.ring.view(slot, 1, n, window)
                 last = q[:, -window:].transpose(0, 1).unsqueeze(0).contiguous()
-                again, _ = decode_logits(last, self.pool[i], self.table, plan, self.parts.dim**-0.5, evidence)
+                again, _ = decode_logits(last, self.pool[i], self.table, plan, scale, evidence)
                 torch.testing.assert_close(
                     again[0], output[:, -window:].transpose(0, 1), atol=1e-5, rtol=1e-4
                 )
                 self.executor.submit(lambda: seed.append(self.refresh(i, evidence, batch)))
-            return output.transpose(0, 1)
+            return output
 
         with self.executor.step():
-            logits = self.through_layers(prompt, torch.arange(n), attend)[-1:]
+            logits = attending.forward(self.model, prompt, attend)
         first = logits.argmax(-1)
         seeded_rows = chosen & seeded
         self.held[row] = np.where(seeded_rows, held, 0)[0]
@@ -129,29 +119,29 @@ class Loop:
         self.length[rows] += 1
         lengths = self.length[rows]
         slow = self.phases.slow(rows)
-        kv_heads = self.parts.kv_heads
         step = plan_step(
-            rows, lengths, slow, self.start[rows], self.held[rows], capacity, kv_heads, self.config
+            rows, lengths, slow, self.start[rows], self.held[rows], capacity, KV_HEADS, self.config
         )
         self.held[rows] = step.held
         width = int(lengths.max())
         chosen = []
 
-        def attend(i, q, k, v):
+        def attend(i, q, k, v, scale):
             slots = self.table[rows, lengths - 1].long()
             self.pool[i][0][slots], self.pool[i][1][slots] = k.transpose(0, 1), v.transpose(0, 1)
             slot = self.executor.acquire()
             evidence = self.ring.view(slot, capacity, width)
             query = q.transpose(0, 1).unsqueeze(1).contiguous()
             output, _ = two_segment_attention(
-                query, self.pool[i], self.compact[i], self.table, step.plan, self.parts.dim**-0.5, evidence
+                query, self.pool[i], self.compact[i], self.table, step.plan, scale, evidence
             )
             self.executor.submit(lambda: chosen.append(self.refresh(i, evidence, step.refresh)))
-            return output
+            return output.squeeze(1).transpose(0, 1)
 
         with self.executor.step():
             ids = [self.traces[row].tokens[-1] for row in rows.tolist()]
-            tokens = self.through_layers(ids, torch.from_numpy(lengths - 1), attend).argmax(-1)
+            logits = attending.forward(self.model, ids, attend, torch.from_numpy(lengths - 1), len(ids))
+            tokens = logits.argmax(-1)
         self.phases.advance(rows, step.refreshed, tokens.numpy())
         entry = 0
         for i, row in enumerate(rows.tolist()):
