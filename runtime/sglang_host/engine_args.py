@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fathom.runtime.plan import default_span
@@ -32,19 +32,21 @@ TRITON_BACKEND = "fathom_triton"
 """Our attention backend's name on a GPU. SGLang takes it for one that launches Triton kernels, which it is."""
 
 
-class GpuRule(NamedTuple):
-    """An option that depth pages on a GPU leave no choice about.
+class Rule(NamedTuple):
+    """An option that depth pages leave no choice about.
 
     Attributes:
         flags: SGLang's flags for it; none where it has no default of ours, or is in the environment.
         holds: whether parsed arguments are so; it is looked at whatever they came from.
         asks, why: what they have to be, and the reason.
+        contrary: other flags that ask for the opposite; ours are left out then, so that it is refused.
     """
 
     flags: tuple[str, ...]
     holds: Callable[[Any], bool]
     asks: str
     why: str
+    contrary: tuple[str, ...] = ()
 
 
 def _graphs_of_whole_decode_steps(args: Any) -> bool:
@@ -58,14 +60,28 @@ def _buffers_filled_before_each_replay(_: Any) -> bool:
     return not envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
 
 
+ROWS_TOGETHER = Rule(
+    (),
+    lambda args: (
+        args.attn_cp_size == args.dcp_size == 1
+        and not args.enable_layernorm_sp
+        and not args.enable_attn_tp_input_scattered
+        and not args.enable_two_batch_overlap
+    ),
+    "--attn-cp-size 1, --dcp-size 1 and none of --enable-layernorm-sp, --enable-attn-tp-input-scattered and "
+    "--enable-two-batch-overlap",
+    "each device has all rows of a step and all tokens of its heads",
+)
+"""Asked for on a CPU too."""
+
 GPU_RULES = (
-    GpuRule(
+    Rule(
         ("--device", "cuda"),
         lambda args: args.device == "cuda",
         "--device cuda",
         "kernels are launched there",
     ),
-    GpuRule(
+    Rule(
         ("--attention-backend", TRITON_BACKEND),
         lambda args: (
             {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
@@ -74,30 +90,38 @@ GPU_RULES = (
         f"--attention-backend {TRITON_BACKEND}",
         "no other backend reads depth pages",
     ),
-    GpuRule(
+    Rule(
         ("--cuda-graph-backend-prefill", "disabled"),
         _graphs_of_whole_decode_steps,
         "--cuda-graph-backend-prefill disabled, and full or disabled for --cuda-graph-backend-decode",
         "prefill drops rows between layers; a decode step is captured as a whole",
     ),
-    GpuRule(
+    Rule(
         (),
         _buffers_filled_before_each_replay,
         "SGLANG_ENABLE_METADATA_GLUE_GRAPH=0",
         "what a captured step reads is sent from new memory of the host before each replay",
     ),
-    GpuRule(
+    Rule(
         ("--sampling-backend", "pytorch"),
         lambda args: args.sampling_backend == "pytorch",
         "--sampling-backend pytorch",
         "drafted tokens are verified against SGLang's PyTorch sampler",
     ),
-    GpuRule(
+    Rule(
+        ("--enforce-disable-flashinfer-allreduce-fusion",),
+        lambda args: args.flashinfer_allreduce_fusion_backend is None,
+        "--enforce-disable-flashinfer-allreduce-fusion",
+        "rows are chosen between layers, where a fused reduction is still to come",
+        ("--flashinfer-allreduce-fusion-backend",),
+    ),
+    Rule(
         (),
         lambda args: args.pp_size == args.dp_size == 1,
         "--pp-size 1 and --dp-size 1",
         "a model is spread over GPUs by --tp-size, and replicas are servers of their own",
     ),
+    ROWS_TOGETHER,
 )
 
 # The pool is the host's memory, written to when it is made: take what can be used, not half of the machine.
@@ -174,22 +198,28 @@ def with_gpu_rules(argv: list[str]) -> list[str]:
     given = {arg.split("=", 1)[0] for arg in argv}
     return [
         *argv,
-        *(word for rule in GPU_RULES if not given & set(rule.flags[::2]) for word in rule.flags),
+        *(
+            word
+            for rule in GPU_RULES
+            if not given & {*rule.flags[::2], *rule.contrary}
+            for word in rule.flags
+        ),
     ]
 
 
-def check_gpu_rules(args: Any) -> None:
-    """Refuse arguments under which depth pages on a GPU would not work.
+def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
+    """Refuse arguments under which depth pages would not work.
 
     Args:
-        args: SGLang's arguments as they were resolved.
+        args: SGLang's arguments; on a GPU as they were resolved.
+        asker: what needs them to be so.
 
     Raises:
         ValueError: naming what is asked for, and why.
     """
-    for rule in GPU_RULES:
+    for rule in rules:
         if not rule.holds(args):
-            raise ValueError(f"--gpu-depth-pages needs {rule.asks}: {rule.why}")
+            raise ValueError(f"{asker} needs {rule.asks}: {rule.why}")
 
 
 def build(argv: list[str]) -> "ServerArgs":
@@ -200,7 +230,7 @@ def build(argv: list[str]) -> "ServerArgs":
 
     Raises:
         SystemExit: from SGLang's parser, for an unknown flag or an illegal value.
-        ValueError: where depth pages are wanted on a GPU and cannot be had.
+        ValueError: where depth pages are wanted and cannot be had.
     """
     from fathom.runtime.sglang_host import torchvision_ops
 
@@ -217,10 +247,12 @@ def build(argv: list[str]) -> "ServerArgs":
             add_attention_backend_choices([TRITON_BACKEND])
         args = prepare_server_args(with_gpu_rules(argv))
         args.resolve_once()
-        check_gpu_rules(resolved_view(args))
+        check_rules(resolved_view(args), GPU_RULES, "--gpu-depth-pages")
         return args
     if os.getenv(GPU_DEPTH_PAGES, "0") == "1":
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
-        argv = _limit_cpu_pool(with_cpu_defaults(argv))
+        args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv)))
+        check_rules(args, [ROWS_TOGETHER], "KV in depth pages")
+        return args
     return prepare_server_args(argv)

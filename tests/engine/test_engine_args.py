@@ -57,3 +57,10 @@ def test_built_arguments_keep_the_operators_limit(tiny_model):
 def test_an_unknown_flag_is_the_parsers_error(tiny_model):
     with pytest.raises(SystemExit):
         engine_args.build(["--model-path", str(tiny_model), "--no-such-flag"])
+
+
+def test_rows_that_are_spread_between_layers_are_refused(tiny_model):
+    with pytest.raises(
+        ValueError, match=r"KV in depth pages needs .* --enable-two-batch-overlap: each device has"
+    ):
+        engine_args.build(["--model-path", str(tiny_model), "--enable-two-batch-overlap"])

@@ -72,6 +72,11 @@ REFUSED = {
     ("--cuda-graph-backend-decode", "breakable"): "a decode step is captured as a whole",
     ("--cuda-graph-config", '{"prefill":{"backend":"full"}}'): "prefill drops rows between layers",
     ("--sampling-backend", "flashinfer"): "SGLang's PyTorch sampler",
+    ("--flashinfer-allreduce-fusion-backend", "auto", "--tp-size", "2"): "a fused reduction is still to come",
+    ("--attn-cp-size", "2", "--tp-size", "2"): "all rows of a step",
+    ("--dcp-size", "2", "--tp-size", "2"): "all tokens of its heads",
+    ("--enable-two-batch-overlap",): "all rows of a step",
+    ("--enable-attn-tp-input-scattered", "--tp-size", "2"): "all rows of a step",
     ("--pp-size", "2"): "a model is spread over GPUs by --tp-size",
     ("--device", "cpu"): "needs --device cuda",
 }
@@ -83,7 +88,16 @@ BUILD = """
     from fathom.runtime.sglang_host import engine_args, platform
     platforms._current_platform = platform.FathomCudaPlatform()
     platform.FathomCudaPlatform.get_device_total_memory = lambda self, device_id=0: 80 << 30
+    from sglang.srt.arg_groups import overrides
     from sglang.srt.arg_groups.model_override_base import resolved_view
+
+    class Hopper:
+        is_sm90 = True
+        def __getattr__(self, name, known=overrides.get_platform()):
+            return getattr(known, name)
+
+    overrides.get_platform = Hopper
+    overrides._FLASHINFER_ALLREDUCE_FUSION_ARCHS |= {"LlamaForCausalLM"}  # which has only models with experts
 
     found = []
     for flags in json.loads(sys.argv[2]):
@@ -93,6 +107,7 @@ BUILD = """
             found.append([
                 args.device, args.attention_backend, args.sampling_backend, args.disable_overlap_schedule,
                 graphs.decode.backend, graphs.prefill.backend, args.page_size, args.max_total_tokens,
+                args.flashinfer_allreduce_fusion_backend,
             ])
         except ValueError as error:
             found.append(str(error))
@@ -122,10 +137,10 @@ def built(tiny_model):
 
 def test_what_is_asked_of_sglang(built):
     # The pool of a GPU is measured, not limited to a share of the host's memory.
-    want = ["cuda", "fathom_triton", "pytorch", False, "full", "disabled", 16, None]
+    want = ["cuda", "fathom_triton", "pytorch", False, "full", "disabled", 16, None, None]
     assert built["--page-size", "16"] == want
     assert built[("--disable-cuda-graph",)][4:6] == ["disabled", "disabled"]
-    assert built["--tp-size", "2"] == [*want[:6], 1, None]
+    assert built["--tp-size", "2"] == [*want[:6], 1, None, None]
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -143,13 +158,19 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
         decode_attention_backend=None,
         cuda_graph_config=SimpleNamespace(**graphs),
         sampling_backend="pytorch",
+        flashinfer_allreduce_fusion_backend=None,
         pp_size=1,
         dp_size=1,
+        attn_cp_size=1,
+        dcp_size=1,
+        enable_layernorm_sp=False,
+        enable_attn_tp_input_scattered=False,
+        enable_two_batch_overlap=False,
     )
-    engine_args.check_gpu_rules(args)
+    engine_args.check_rules(args, engine_args.GPU_RULES, "--gpu-depth-pages")
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     with pytest.raises(ValueError, match="needs SGLANG_ENABLE_METADATA_GLUE_GRAPH=0: what a captured"):
-        engine_args.check_gpu_rules(args)
+        engine_args.check_rules(args, engine_args.GPU_RULES, "--gpu-depth-pages")
 
 
 INSTALL = """
