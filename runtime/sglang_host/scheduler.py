@@ -216,7 +216,7 @@ class FathomScheduler(Scheduler):
             "KV is not in depth pages on this machine": not isinstance(
                 self.token_to_kv_pool_allocator, DepthAllocator
             ),
-            "the model has no split prefill": not hasattr(
+            "the layers of this model cannot be run a few at a time": not hasattr(
                 self.tp_worker.model_runner.model, "forward_split_prefill"
             ),
             "the model has sliding-window layers": bool(self.tp_worker.model_runner.sliding_window_size),

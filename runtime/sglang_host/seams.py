@@ -1,4 +1,4 @@
-"""The seam ledger: every place of SGLang that Fathom relies on, checked in every process at start.
+"""The seam ledger: every place of SGLang that Fathom relies on, checked in the processes that do, at start.
 
 SGLang logs and ignores a hook whose target is gone, and would then serve alone in our name. So each thing we
 subclass, override, call or replace is a row here with the parameters it must still have; :func:`verify` raises at
@@ -25,6 +25,7 @@ from fathom.runtime.sglang_host.seam import (
     reads_global,
     relies_on,
 )
+from fathom.runtime.sglang_host.split_seams import SPLIT_SEAMS
 
 SGLANG_VERSION = "0.5.20"
 
@@ -375,6 +376,7 @@ LEDGER: tuple[Seam, ...] = (
     *DRAFT_SEAMS,
     *GPU_SEAMS,
     *HTTP_SEAMS,
+    *SPLIT_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

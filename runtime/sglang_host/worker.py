@@ -28,6 +28,7 @@ from fathom.runtime.sglang_host import (
     gpu_streams,
     kv_schedule,
     slow_fast,
+    split_prefill,
 )
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
@@ -78,6 +79,7 @@ class FathomWorker(TpModelWorker):
         super().alloc_memory_pool(*args, **kwargs)
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
+            split_prefill.install(self.model_runner.model)
             lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
             lifetime.closed.append(self.ledger.let_go)
             if not self.lacks_slow_fast():

@@ -16,36 +16,49 @@ FAMILIES = {
     "Glm4": {},
     "Gemma": {"tie_word_embeddings": True},
     "Apertus": {},
+    "Olmo2": {"hidden_size": 128},
 }
 TOLERANCES = {"Gemma": 3e-3, "Apertus": 1e-2}
 """SGLang rounds some of their constants to bfloat16."""
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+WITH_EXPERTS = {
+    "Qwen3Moe": {"num_experts": 4, **EXPERTS},
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        **GROUPS,
+        **EXPERTS,
+    },
+}
+
+
+def check_all(server, target, draft, triggers, tolerance=TOLERANCE):
+    """Every mechanism alone and all together, against explicit masks."""
+    expected = Oracle(target, draft, triggers)
+    for name, answer in ask_all(server, POLICIES).items():
+        account = expected.check(name, answer, tolerance=tolerance)
+        narrowed = name not in ("dense", "SFI", "drafting")
+        assert (account["kept_tokens"] < account["prompt_tokens"]) == narrowed
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family(start_server, tmp_path, triggers, family):
-    """With a draft of the same family: every mechanism alone and all together, against explicit masks."""
+    """With a draft of its own family."""
     (tmp_path / "target").mkdir()
     target = save_random_model(tmp_path / "target", family, pad_token_id=0, **FAMILIES[family])
     draft = noisy_copy(target, tmp_path / "draft", 0.01)
     server = start_server(target, *SERVED, *draft_flags(draft))
-    expected = Oracle(target, draft, triggers)
-    for name, answer in ask_all(server, POLICIES).items():
-        expected.check(name, answer, tolerance=TOLERANCES.get(family, TOLERANCE))
+    check_all(server, target, draft, triggers, TOLERANCES.get(family, TOLERANCE))
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-
-
-def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_draft, triggers):
-    """Qwen3-MoE with a Llama as its draft: every mechanism alone and all together, against explicit masks."""
-    target = save_random_model(tmp_path, "Qwen3Moe", **EXPERTS)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_draft, triggers, family):
+    target = save_random_model(tmp_path, family, **WITH_EXPERTS[family])
     server = start_server(target, *SERVED, *draft_flags(close_draft))
-    expected = Oracle(target, close_draft, triggers)
-    for name, answer in ask_all(server, POLICIES).items():
-        account = expected.check(name, answer)
-        assert (account["kept_tokens"] < account["prompt_tokens"]) == (
-            name not in ("dense", "SFI", "drafting")
-        )
+    check_all(server, target, close_draft, triggers)
     assert server.stop() == 0
 
 

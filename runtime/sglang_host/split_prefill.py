@@ -1,0 +1,94 @@
+"""A model's layers a few at a time, for models that SGLang cannot split itself.
+
+Some of SGLang's models have ``forward_split_prefill``, which runs layers ``start .. end - 1`` on the hidden states
+that the forward batch holds. Others get the same here, out of their own ``forward``: layers before the interval are
+passed over, its first one is given the hidden states, its last one ends the pass.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fathom.runtime.sglang_host import seams
+from fathom.runtime.sglang_host.split_seams import SEAMS_BY_ARCHITECTURE
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class _Reached(Exception):
+    """The end of the interval: what follows is not to run."""
+
+
+class SplitPrefill:
+    """Takes the place of ``forward_split_prefill`` of one model.
+
+    Args:
+        model: SGLang's model; ``model.model.layers`` is run in order by its forward, each layer called with
+            ``hidden_states``, and with a ``residual`` if it returns one.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._forward = model.forward  # before a step puts its own there
+        layers: Any = model.model.layers
+        self._last = len(layers) - 1
+        self._interval: tuple[int, int] | None = None
+        self._batch: ForwardBatch
+        for number, layer in enumerate(layers):
+            layer.forward = self._step(number, layer.forward)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: "ForwardBatch",
+        split_interval: tuple[int, int],
+    ) -> "LogitsProcessorOutput | None":
+        """Run layers ``start .. end - 1``; the logits after the last layer, None before."""
+        self._interval, self._batch = split_interval, forward_batch
+        try:
+            return self._forward(input_ids, positions, forward_batch)
+        except _Reached:
+            return None
+        finally:
+            self._interval = None
+
+    def _step(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
+        has_residual = "residual" in signature.parameters
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._interval is None:
+                return forward(*args, **kwargs)
+            (start, end), batch = self._interval, self._batch
+            given = signature.bind(*args, **kwargs)
+            if number < start:
+                hidden = given.arguments["hidden_states"]
+                return (hidden, given.arguments["residual"]) if has_residual else hidden
+            if number == start > 0:
+                given.arguments["hidden_states"] = batch.hidden_states
+                if has_residual:
+                    given.arguments["residual"] = batch.residual
+            found = forward(*given.args, **given.kwargs)
+            if number == end - 1 < self._last:
+                batch.hidden_states, batch.residual = found if has_residual else (found, None)
+                raise _Reached
+            return found
+
+        return step
+
+
+def install(model: torch.nn.Module) -> None:
+    """Give a model the means to run its layers a few at a time, if it lacks them and is known to allow it.
+
+    Raises:
+        SeamError: when SGLang's class is not as we know it.
+    """
+    needed = SEAMS_BY_ARCHITECTURE.get(type(model).__name__)
+    if needed is not None and not hasattr(model, "forward_split_prefill"):
+        for seam in needed:
+            seams.check(seam)
+        model.forward_split_prefill = SplitPrefill(model)

@@ -1,0 +1,80 @@
+"""Layers a few at a time, out of a model's own forward."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fathom.runtime.sglang_host.split_prefill import SplitPrefill
+
+LAYERS = 5
+
+
+class Layer(torch.nn.Module):
+    """One that tells when it is run; with a residual if asked."""
+
+    def __init__(self, number, ran):
+        super().__init__()
+        self.number, self.ran = number, ran
+
+    def through(self, hidden_states, positions):
+        self.ran.append(self.number)
+        return hidden_states * 1.5 + positions + self.number
+
+
+class Plain(Layer):
+    def forward(self, positions, hidden_states, forward_batch):
+        return self.through(hidden_states, positions)
+
+
+class WithResidual(Layer):
+    def forward(self, positions, hidden_states, forward_batch, residual):
+        residual = hidden_states if residual is None else residual + hidden_states
+        return self.through(residual, positions), residual
+
+
+class Model(torch.nn.Module):
+    """As SGLang's are made: a forward around a body with layers."""
+
+    def __init__(self, kind, ran):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(kind(number, ran) for number in range(LAYERS))
+        self.kind = kind
+
+    def forward(self, input_ids, positions, forward_batch):
+        hidden, residual = input_ids.float(), None
+        for layer in self.model.layers:
+            if self.kind is WithResidual:
+                hidden, residual = layer(positions, hidden, forward_batch, residual)
+            else:
+                hidden = layer(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
+        return hidden * 2 if residual is None else hidden * 2 + residual
+
+
+@pytest.mark.parametrize("kind", [Plain, WithResidual])
+@pytest.mark.parametrize("edges", [(0, 5), (0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_intervals_give_what_all_layers_give(kind, edges):
+    ran = []
+    model, ids, positions = Model(kind, ran), torch.arange(3), torch.tensor([4.0, 5.0, 6.0])
+    want = model(ids, positions, None)
+    split, batch = SplitPrefill(model), SimpleNamespace(hidden_states=None, residual=None)
+    for start, end in itertools.pairwise(edges):
+        ran.clear()
+        found = split(ids, positions, batch, (start, end))
+        assert ran == list(range(start, end))
+        assert (found is None) == (end < LAYERS)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("kind", [Plain, WithResidual])
+def test_rows_may_be_dropped_in_between(kind):
+    model, ids, positions = Model(kind, []), torch.arange(3), torch.tensor([4.0, 5.0, 6.0])
+    want, kept = model(ids, positions, None), torch.tensor([0, 2])
+    split, batch = SplitPrefill(model), SimpleNamespace(hidden_states=None, residual=None)
+    split(ids, positions, batch, (0, 2))
+    batch.hidden_states = batch.hidden_states[kept]
+    batch.residual = None if batch.residual is None else batch.residual[kept]
+    assert torch.equal(split(ids[kept], positions[kept], batch, (2, LAYERS)), want[kept])
+    assert torch.equal(model(ids, positions, None), want)  # untouched by what was run before
