@@ -297,6 +297,15 @@ def test_what_no_machine_has_is_told_in_words():
         render({"gpu": {"count": 0}, "parallel": {"tensorSize": 2}})
 
 
+def test_a_range_of_replicas_that_is_none_is_told_in_words():
+    values = {"enabled": True, "minReplicas": 3, "maxReplicas": 2}
+    with pytest.raises(helm.HelmError, match=r"minReplicas 3 is more than autoscaling\.maxReplicas 2"):
+        render({"autoscaling": values, "cache": {"enabled": False}})
+    assert "HorizontalPodAutoscaler/demo" in render(
+        {"autoscaling": values | {"maxReplicas": 3}, "cache": {"enabled": False}}
+    )
+
+
 def test_a_name_is_one_word_whatever_is_in_it():
     names = {"name": "my model: v1 #2", "revision": "a: b", "draft": "d: #"}
     values = {"model": {"path": "org/m", **names}, "server": {"extraArgs": ["--gpu-depth-pages"]}}
