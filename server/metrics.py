@@ -137,8 +137,12 @@ class RequestMetrics:
         )
 
     def count(self, account: Account, outcome: str) -> None:
-        """Count one generation that ended: ``stop``, ``length``, ``abort``, ``error`` or ``refused``."""
+        """Count one generation that ended with an outcome. The other outcomes are there from then on, and zero:
+        a rate does not see what a series begins with, and the first error would be none.
+        """
         self._requests.labels(account.route, account.preset, outcome).inc()
+        for other in OUTCOMES:
+            self._requests.labels(account.route, account.preset, other)
 
     def observe_times(self, account: Account, first_token: float, end: float, output_tokens: int) -> None:
         """Record the times of a generation that ran to its end and put out a token.
@@ -181,6 +185,8 @@ class RequestMetrics:
 
 UNFINISHED = ("abort", "error", "refused")
 """Outcomes of generations that did not run to their end."""
+
+OUTCOMES = ("stop", "length", *UNFINISHED)
 
 
 def outcome_of(finish_reason: dict[str, Any]) -> str:

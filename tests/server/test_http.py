@@ -386,6 +386,8 @@ def test_tokens_and_outcomes_are_counted_once(client, body):
     assert difference(before, after, "fathom:requests_total", outcome="length", **where) == 4
     assert difference(before, after, "fathom:requests_total", outcome="refused", **where) == 1
     assert difference(before, after, "fathom:requests_total") == 5
+    for outcome in ("abort", "error", "stop"):  # there, though none has come of it
+        assert f'fathom:requests_total{{outcome="{outcome}",preset="exact",route="{CHAT}"}}' in after
     assert difference(before, after, "fathom:request_output_tokens_total", **where) == 20
     assert difference(before, after, "fathom:time_to_first_token_seconds_count", **where) == 4
     assert difference(before, after, "fathom:time_per_output_token_seconds_count", **where) == 4
