@@ -125,6 +125,24 @@ GPU_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "model_executor.runner.base_runner:BaseRunner._dummy_run",
+        "read",
+        "runs requests that nobody made, to tune kernels at start; they have no rids",
+        "batch_size run_ctx forward_mode_override buffers extend_num_tokens_per_req",
+        lambda f: (
+            "init_forward_metadata" in f.__code__.co_names
+            and not any("rids" in names for names in f.__code__.co_consts if isinstance(names, tuple))
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.forward_batch_info:ForwardBatch",
+        "read",
+        "rids are the names of a batch's requests",
+        check=lambda c: "rids" in c.__dataclass_fields__,
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.runner.decode_cuda_graph_runner:build_replay_fb_view",
         "read",
         "says how many requests are made up, and their lengths on the host",

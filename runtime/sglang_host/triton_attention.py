@@ -117,6 +117,13 @@ class TritonAttentionBackend(SpanAttentionBackend):
         """Steps whose page tables the device has written itself."""
         return self.tables.looked_up
 
+    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+        if self.rows is None and forward_batch.rids is None:
+            # Nobody's requests, which SGLang makes up at start to tune kernels: one row each, as before a capture.
+            self.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        else:
+            super().init_forward_metadata(forward_batch)
+
     # --- CUDA graphs: what SGLang's runner of captured decode steps asks for ---
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
