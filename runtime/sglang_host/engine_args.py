@@ -64,14 +64,23 @@ ROWS_TOGETHER = Rule(
     (),
     lambda args: (
         args.attn_cp_size == args.dcp_size == 1
+        and args.moe_a2a_backend == "none"
+        and args.moe_dense_tp_size is None
         and not args.enable_layernorm_sp
         and not args.enable_attn_tp_input_scattered
         and not args.enable_two_batch_overlap
     ),
-    "--attn-cp-size 1, --dcp-size 1 and none of --enable-layernorm-sp, --enable-attn-tp-input-scattered and "
-    "--enable-two-batch-overlap",
+    "--attn-cp-size 1, --dcp-size 1, --moe-a2a-backend none and none of --moe-dense-tp-size, "
+    "--enable-layernorm-sp, --enable-attn-tp-input-scattered and --enable-two-batch-overlap",
     "each device has all rows of a step and all tokens of its heads",
 )
+NOTHING_BY_SLOT = Rule(
+    (),
+    lambda args: not args.enable_return_routed_experts,
+    "no --enable-return-routed-experts",
+    "SGLang keeps them by the slot of a token's KV, and depth pages have more slots than it expects",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT
 """Asked for on a CPU too."""
 
 GPU_RULES = (
@@ -121,7 +130,7 @@ GPU_RULES = (
         "--pp-size 1 and --dp-size 1",
         "a model is spread over GPUs by --tp-size, and replicas are servers of their own",
     ),
-    ROWS_TOGETHER,
+    *ANYWHERE,
 )
 
 # The pool is the host's memory, written to when it is made: take what can be used, not half of the machine.
@@ -253,6 +262,6 @@ def build(argv: list[str]) -> "ServerArgs":
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
         args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv)))
-        check_rules(args, [ROWS_TOGETHER], "KV in depth pages")
+        check_rules(args, ANYWHERE, "KV in depth pages")
         return args
     return prepare_server_args(argv)

@@ -59,8 +59,15 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         engine_args.build(["--model-path", str(tiny_model), "--no-such-flag"])
 
 
-def test_rows_that_are_spread_between_layers_are_refused(tiny_model):
-    with pytest.raises(
-        ValueError, match=r"KV in depth pages needs .* --enable-two-batch-overlap: each device has"
-    ):
-        engine_args.build(["--model-path", str(tiny_model), "--enable-two-batch-overlap"])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--enable-two-batch-overlap",), r"--enable-two-batch-overlap: each device has"),
+        (("--moe-a2a-backend", "deepep", "--tp-size", "2"), r"--moe-a2a-backend none .*: each device has"),
+        (("--moe-dense-tp-size", "1", "--tp-size", "2"), r"none of --moe-dense-tp-size, .*: each device has"),
+        (("--enable-return-routed-experts",), r"no --enable-return-routed-experts: .* more slots"),
+    ],
+)
+def test_what_divides_rows_or_counts_slots_is_refused(tiny_model, flags, told):
+    with pytest.raises(ValueError, match=f"KV in depth pages needs .*{told}"):
+        engine_args.build(["--model-path", str(tiny_model), *flags])
