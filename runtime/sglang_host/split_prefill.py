@@ -6,6 +6,7 @@ passed over, its first one is given the hidden states, its last one ends the pas
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from fathom.runtime.sglang_host.split_seams import SEAMS_BY_ARCHITECTURE
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Reached(Exception):
@@ -84,11 +88,18 @@ class SplitPrefill:
 def install(model: torch.nn.Module) -> None:
     """Give a model the means to run its layers a few at a time, if it lacks them and is known to allow it.
 
+    Not where somebody else has put functions in the places of its layers' own: SGLang's offloading of weights puts
+    its own back after each call, over ours.
+
     Raises:
         SeamError: when SGLang's class is not as we know it.
     """
     needed = SEAMS_BY_ARCHITECTURE.get(type(model).__name__)
-    if needed is not None and not hasattr(model, "forward_split_prefill"):
-        for seam in needed:
-            seams.check(seam)
-        model.forward_split_prefill = SplitPrefill(model)
+    if needed is None or hasattr(model, "forward_split_prefill"):
+        return
+    for seam in needed:
+        seams.check(seam)
+    if any("forward" in vars(layer) for layer in model.model.layers):
+        logger.warning("this model's layers cannot be run a few at a time while --cpu-offload-gb runs them")
+        return
+    model.forward_split_prefill = SplitPrefill(model)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.utils.offloader import OffloaderV1
 
+from fathom.runtime.sglang_host import split_prefill
 from fathom.runtime.sglang_host.split_prefill import SplitPrefill
 
 LAYERS = 5
@@ -78,3 +80,21 @@ def test_rows_may_be_dropped_in_between(kind):
     batch.residual = None if batch.residual is None else batch.residual[kept]
     assert torch.equal(split(ids[kept], positions[kept], batch, (2, LAYERS)), want[kept])
     assert torch.equal(model(ids, positions, None), want)  # untouched by what was run before
+
+
+class Elsewhere(torch.nn.Parameter):
+    """A weight of another device than the host, as SGLang's offloading asks for it."""
+
+    device = torch.device("cuda")
+
+
+def test_layers_whose_weights_are_offloaded_are_left_alone(monkeypatch):
+    """SGLang puts its own function back at the end of each call, so that ours would be gone after the first."""
+    monkeypatch.setattr("sglang.srt.utils.offloader.is_pin_memory_available", lambda: False)
+    models = [type("ArceeForCausalLM", (Model,), {})(WithResidual, []) for _ in range(2)]
+    layer = models[1].model.layers[2]
+    layer.weight = Elsewhere(torch.zeros(1))
+    OffloaderV1(1).maybe_offload_to_cpu(layer)
+    for model in models:
+        split_prefill.install(model)
+    assert [hasattr(model, "forward_split_prefill") for model in models] == [True, False]
