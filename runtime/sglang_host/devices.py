@@ -1,8 +1,9 @@
 """What the devices that share a model agree on (tensor parallelism).
 
 Each device has some of the heads, so it sees a part of what SpecPrefill and FastKV choose tokens by. These scores
-are brought together; everything else that decides where a token goes is equal on all devices: the host's plans, the
-logits, and the tokens drawn from them. What a KV head keeps or reads is its own device's business.
+are brought together, and so is what each host knows of its own device; everything else that decides where a token
+goes is equal on all devices: the host's plans, the logits, and the tokens drawn from them. What a KV head keeps or
+reads is its own device's business.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from torch import distributed
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 
 def heads_of(config: "ModelConfig", devices: int) -> tuple[int, int]:
@@ -43,10 +45,30 @@ def mean(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def least(value: int) -> int:
+    """The minimum over all devices of a number that each one's host knows."""
+    if (hosts := _hosts()) is None:
+        return value
+    values = torch.tensor(value)
+    distributed.all_reduce(values, distributed.ReduceOp.MIN, group=hosts)
+    return int(values)
+
+
 def _devices() -> distributed.ProcessGroup | None:
     """Those that share the model; None where it is on one, or in no engine."""
+    group = _group()
+    return None if group is None else group.device_group
+
+
+def _hosts() -> distributed.ProcessGroup | None:
+    """Their hosts."""
+    group = _group()
+    return None if group is None else group.cpu_group
+
+
+def _group() -> "GroupCoordinator | None":
     if not distributed.is_initialized():
         return None
     from sglang.srt.runtime_context import get_parallel  # absent where kernels are tried alone
 
-    return get_parallel().tp_group.device_group if get_parallel().tp_size > 1 else None
+    return get_parallel().tp_group if get_parallel().tp_size > 1 else None

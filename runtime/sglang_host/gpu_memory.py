@@ -101,7 +101,8 @@ def install(reserve: Reserve) -> None:
         return _cell_size(self, kvc, num_layers) + reserve.per_token
 
     def profile_available_bytes(self: Any, pre_model_load_memory: int) -> int:
-        left = _available_bytes(self, pre_model_load_memory) - reserve.fixed
+        # On several GPUs the pools are of one size, as SGLang's are; what is reserved follows from the GPU.
+        left = devices.least(_available_bytes(self, pre_model_load_memory) - reserve.fixed)
         if left <= 0:
             needed = f"{reserve.fixed >> 20} MiB are needed beside it"
             raise ValueError(

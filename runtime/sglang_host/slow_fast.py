@@ -77,9 +77,12 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
 
 
 def gpu_bytes(runner: "ModelRunner") -> int:
-    """Memory of the model's GPU; 0 on a CPU."""
+    """Memory of the model's GPU, of the smallest if there are several; 0 on a CPU.
+
+    Requests have compact buffers on all of them or on none: it decides how far they go with one step.
+    """
     on_cpu = torch.device(runner.device).type == "cpu"
-    return 0 if on_cpu else current_platform.get_device_total_memory(runner.gpu_id)
+    return 0 if on_cpu else devices.least(current_platform.get_device_total_memory(runner.gpu_id))
 
 
 def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
