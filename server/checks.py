@@ -76,6 +76,7 @@ REFUSALS = (
         lambda mode: mode != "null",
         "Fathom's step needs prefill and decode together",
     ),
+    Refusal("--enable-pdmux", bool, bool, "SGLang then runs prompts through the model past Fathom's step"),
     Refusal("--encoder-only", bool, bool, "an encoder server does not run Fathom's scheduler"),
     Refusal("--use-ray", bool, bool, "Ray starts SGLang's own scheduler processes in place of Fathom's"),
     Refusal("--speculative-algorithm", str, bool, _SPECULATION),

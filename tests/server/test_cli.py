@@ -85,6 +85,7 @@ MISTAKES = [
     (["serve", "x", "--smg-grpc-mode"], 2, "--smg-grpc-mode is not supported: "),
     (["serve", "x", "--grpc-port", "5"], 2, "--grpc-port 5 is not supported: "),
     (["serve", "x", "--enable-http2"], 2, "--enable-http2 is not supported: "),
+    (["serve", "x", "--enable-pdmux"], 2, "--enable-pdmux is not supported: SGLang then runs prompts"),
     (
         ["serve", "x", "--disaggregation-mode", "prefill"],
         2,
