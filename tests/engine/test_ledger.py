@@ -1,10 +1,14 @@
 """The ledger of what was done for each request."""
 
 import gc
+from dataclasses import fields
 from types import SimpleNamespace
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fathom.runtime.decode import Outcome
-from fathom.runtime.ledger import Held, KvShape, Launched, Part, RequestLedger
+from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
 NOTHING = Held(0, 0)
@@ -53,6 +57,84 @@ def test_counters_add_up_and_the_report_closes_the_account():
         "draft_prefill_seconds": 0.25,
     }
     assert len(ledger) == 0
+
+
+def test_each_counter_is_reported_under_its_own_name():
+    ledger, request = RequestLedger(KvShape(4, 100)), Request()
+    account, names = ledger.open(request, {}), [item.name for item in fields(Account)]
+    for number, name in enumerate(names, start=1000):
+        setattr(account, name, number)
+    wanted = {name: getattr(account, name) for name in names if name not in ("prefill_tokens", "reported")}
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=5)
+    slow = account.decode_steps - account.fast_steps
+    assert report == wanted | {"prompt_tokens": 9, "cached_tokens": 5, "slow_steps": slow}
+
+
+def test_means_are_over_the_spans_and_the_last_one_is_the_deepest():
+    account = Account()
+    account.climbed([40, 40, 12, 2], [10, 10, 10, 2])
+    assert (account.kept_tokens, account.deep_tokens, account.retained_tokens) == (round(94 / 4), 2, 8)
+    assert account.staircase == [(40, 10), (40, 10), (12, 10), (2, 2)]
+
+
+OUTCOMES = st.sampled_from(
+    [
+        None,
+        Outcome(True, None, 0.0, 7),
+        Outcome(False, "trigger", 0.5, 7),
+        Outcome(False, "timeout", 0.5, 7),
+        Outcome(False, None, 0.0, 0),
+    ]
+)
+PARTS = st.tuples(
+    st.integers(0, 2),  # whose
+    st.one_of(st.none(), st.integers(1, 9)),  # prompt tokens
+    OUTCOMES,
+    st.integers(0, 50),  # bytes held
+)
+
+
+@given(st.lists(st.lists(PARTS, min_size=1, max_size=3, unique_by=lambda part: part[0]), max_size=8))
+@settings(max_examples=60)
+def test_any_steps_add_up(steps):
+    """Of any batches: each request's numbers are those of its own parts, and the totals are their sums. What a step
+    took is decode time where all of its requests decoded, and nobody's where one brought prompt tokens."""
+    ledger, requests, now = RequestLedger(KvShape(4, 100)), [Request() for _ in range(3)], 0.0
+    for request in requests:
+        ledger.open(request, {})
+    own = [[] for _ in requests]
+    for seconds, step_parts in enumerate(steps, start=1):
+        timed = all(prompt is None for _, prompt, _, _ in step_parts)
+        parts = [
+            Part(requests[i], ledger.open(requests[i], {}), Held(size, 2 * size), prompt, outcome, timed)
+            for i, prompt, outcome, size in step_parts
+        ]
+        ledger.settle(Launched(now, None, parts), now + seconds)
+        now += seconds
+        for i, *part in step_parts:
+            own[i].append((*part, seconds * timed))
+    reports = [ledger.report(request, 9, 0) for request in requests]
+    for report, parts in zip(reports, own, strict=True):
+        sizes = [size for _, _, size, _ in parts]
+        decoded = [(outcome, seconds) for prompt, outcome, _, seconds in parts if prompt is None]
+        slow_fast = [outcome for outcome, _ in decoded if outcome is not None]
+        assert report["prefill_steps"] == len(parts) - len(decoded)
+        assert report["decode_steps"] == len(decoded) == report["slow_steps"] + report["fast_steps"]
+        assert report["fast_steps"] == sum(outcome.fast for outcome in slow_fast)
+        assert report["decode_seconds"] == sum(seconds for _, seconds in decoded)
+        fast = [seconds for outcome, seconds in decoded if outcome is not None and outcome.fast]
+        assert report["fast_seconds"] == sum(fast)
+        for cause in ("trigger", "timeout"):
+            assert report[f"{cause}_refreshes"] == sum(outcome.cause == cause for outcome in slow_fast)
+        assert report["refresh_seconds"] == sum(outcome.seconds for outcome in slow_fast)
+        assert report["dense_fallbacks"] == any(outcome.compact_bytes == 0 for outcome in slow_fast)
+        held = (sizes or [0])[-1]
+        assert (report["kv_bytes"], report["kv_bytes_dense"]) == (held, 2 * held)
+        assert report["kv_bytes_peak"] == max(sizes, default=0)
+    for name in ("prefill_steps", "decode_steps", "fast_steps"):
+        assert ledger.totals[name] == sum(report[name] for report in reports)
+    prompts = [prompt for parts in own for prompt, *_ in parts if prompt is not None]
+    assert ledger.totals["prefill_tokens"] == sum(prompts)
 
 
 def test_drafted_tokens_are_counted_with_the_longest_burst():
