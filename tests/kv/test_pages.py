@@ -34,6 +34,23 @@ def test_each_span_grows_in_its_own_arena_until_it_is_empty():
     assert pool.free == 1
 
 
+def test_what_nobody_owns_cannot_be_given_back_or_shared():
+    pool = PagePool(8, 1, arenas=2)
+    pages = pool.take(3)
+    pool.share(pages[:1])
+    pool.share(pages[:1])
+    for left in (2, 1, 0):
+        pool.give_back(pages[:1])
+        assert pool.owners(pages[:1]) == left
+        assert pool.free == 5 + (left == 0)
+    with pytest.raises(AssertionError, match="more often than it was taken"):
+        pool.give_back(pages[:1])
+    with pytest.raises(AssertionError, match="more often than it was taken"):
+        pool.give_back(np.zeros(1, np.int32))  # the dummy
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        pool.share(np.array([8], np.int32))
+
+
 def test_slots_follow_the_pages():
     assert slots_of(np.array([5, 2], np.int32), 4, 0, 6).tolist() == [20, 21, 22, 23, 8, 9]
     assert slots_of(np.array([5, 2], np.int32), 4, 3, 5).tolist() == [23, 8]

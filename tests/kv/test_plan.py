@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fathom.runtime.plan import (
     PlanError,
     PrefillPlan,
+    Retention,
     Step,
     build,
     check_nested,
@@ -35,6 +36,8 @@ from fathom.runtime.plan import (
         (80, 20),
         (22, 2),
         (26, 2),
+        (30, 2),
+        (2, 1),
         (1, 1),
     ],
 )
@@ -123,3 +126,36 @@ def test_tokens_per_span():
     assert tokens_per_span(PrefillPlan(16, 4, (fastkv,)), 9) == [9, 8, 8, 8]
     assert tokens_per_span(PrefillPlan(16, 4, (chunks, fastkv)), 1000) == [224, 45, 45, 45]
     assert tokens_per_span(PrefillPlan(16, 4, (speed,)), 1) == [1, 1, 1, 1]
+
+
+RETAINED = Retention(0.1, 10, 8, 7, "saliency")
+CHOSEN = Step(0, "SpecPrefill", "scored", anchor=False, kept=50)
+PROPAGATED = Step(8, "FastKV", "scored", anchor=False, rate=0.2, window=8, kept=20)
+SHALLOW = Step(12, "SPEED")
+
+
+@pytest.mark.parametrize(
+    ("steps", "retention", "spared"),
+    [
+        ((), None, 99),
+        ((SHALLOW,), None, 99),
+        ((CHOSEN, SHALLOW), None, 99),
+        ((), RETAINED, 92),  # the window's queries judge the entries
+        ((SHALLOW,), RETAINED, 92),
+        ((CHOSEN, PROPAGATED), RETAINED, 99),  # the hit is the draft's alone; what was chosen is computed
+        ((PROPAGATED,), None, 0),  # the cache has no hidden states
+        ((PROPAGATED, SHALLOW), RETAINED, 0),
+    ],
+)
+def test_a_hit_spares_what_nobody_needs_again(steps, retention, spared):
+    plan = PrefillPlan(16, 4, steps, retention)
+    assert plan.reusable_tokens(100) == spared
+    assert plan.reusable_tokens(1) == 0
+    assert plan.dense == (not steps and retention is None)
+    assert plan.propagation is (PROPAGATED if PROPAGATED in steps else None)
+
+
+def test_an_anchor_is_needed_from_its_step_down():
+    plan = PrefillPlan(16, 4, (PROPAGATED, SHALLOW))
+    assert [plan.anchored_above(layer) for layer in (1, 8, 12, 13)] == [True, True, True, False]
+    assert not PrefillPlan(16, 4, (PROPAGATED, Step(12, "SPEED", anchor=False))).anchored_above(1)

@@ -30,6 +30,10 @@ class Recorder:
         assert len(rows) == len(self.hidden)
         self.hidden = [self.hidden[i] for i in index]
 
+    def recall(self, earlier, order):
+        recalled = [(request, position) for request, own in earlier.items() for position in own.tolist()]
+        self.hidden = [(self.hidden + recalled)[i] for i in order]
+
 
 def run(works, selectors=None):
     host = Recorder(works)
@@ -94,6 +98,22 @@ def test_scored_steps_ask_their_selector_at_their_layer():
     assert asked == [(0, "SpecPrefill", list(range(9))), (0, "FastKV", [0, 2, 4, 6, 8])]
     with pytest.raises(PlanError, match="nobody decides which tokens FastKV keeps"):
         run([Work(plan, 0, 9, 9)], {"SpecPrefill": every_second})
+
+
+def test_tokens_of_earlier_chunks_join_their_own_request():
+    """Prompts that end in one step: of each some tokens of an earlier chunk go on, in the order of positions."""
+    plan = PrefillPlan(LAYERS, 1, (Step(2, "FastKV", SCORED, anchor=False, kept=4), Step(3, "SPEED")))
+    earlier = [[0, 2], [], [0, 3]]
+
+    def choose(index, step, position):
+        return Choice(position >= position[-1] - 1, np.array(earlier[index], np.int64))
+
+    works = [Work(plan, 4, 9, 9), Work(DENSE, 0, 3, 3), Work(plan, 6, 8, 8)]
+    host, last = run(works, {"FastKV": choose})
+    assert [positions(host, 1, i) for i in range(3)] == [[4, 5, 6, 7, 8], [0, 1, 2], [6, 7]]
+    assert [positions(host, 2, i) for i in range(3)] == [[0, 2, 7, 8], [0, 1, 2], [0, 3, 6, 7]]
+    assert [positions(host, 3, i) for i in range(3)] == [[0, 8], [0, 1, 2], [0, 7]]
+    assert last is not None and not last.again.any() and not last.ghost.any()
 
 
 @given(st.data())
