@@ -1,0 +1,101 @@
+"""What a request's policy and length come to: its place in the prefix cache, and the pool that it fits into."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fathom.runtime.config import Limits, PolicyError, choose
+from fathom.runtime.kv.memory import pages_held
+from fathom.runtime.sglang_host import kv_schedule, requests
+
+LAYERS, SPAN, TSP, BUFFER = 8, 2, 4, 200
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prefill_keep_rate": st.sampled_from([0.1, 0.5, 0.97, "auto"]),
+        "min_prompt_tokens": st.sampled_from([0, 100]),
+        "depth_cutoff": st.sampled_from([2, 6]),
+        "anchors": st.just("none"),
+        "tsp_rate": st.sampled_from([0.1, 0.5, 0.99]),
+        "kv_retention_rate": st.sampled_from([0.1, 0.9]),
+    },
+)
+LENGTHS = st.sampled_from([1, 8, 9, 9, 10, 17, 64, 99, 100, 150, BUFFER, BUFFER + 1, 260])
+"""A window is 8 tokens; an anchor above makes it 9."""
+
+
+class Request:
+    def __init__(self, policy, prompt, protected):
+        custom = {requests.POLICY_KEY: policy.to_wire(), requests.PROTECTED_KEY: protected}
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.origin_input_ids = [7] * prompt
+        self.extra_key = policy.fingerprint()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def layout():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests.LAYOUT, "tsp_layer", TSP)
+        patch.setattr(requests.LAYOUT, "propagation_buffer", BUFFER)
+        requests._plan.cache_clear()
+        yield
+    requests._plan.cache_clear()
+
+
+def policy_of(fields):
+    try:
+        return choose(fields, limits=Limits(LAYERS, SPAN, {}, TSP)).policy
+    except PolicyError:
+        assume(False)
+
+
+@given(FIELDS, st.lists(st.tuples(LENGTHS, st.booleans()), min_size=2, max_size=5))
+@settings(max_examples=250)
+def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts):
+    """A hit is read at all spans that its reader shares: whoever left it there must have had as many. What is
+    protected may lie behind the end of a prompt that was truncated."""
+    policy, depths = policy_of(fields), {}
+    for length, protected in prompts:
+        request = Request(policy, length, [[0, length + 9], [length + 1, length + 5]] if protected else [])
+        requests.separate_cache_key(request)
+        plan, key = requests.plan_of(request, LAYERS, SPAN), request.extra_key
+        assert depths.setdefault(key, plan.shared_spans) == plan.shared_spans
+        assert requests.is_judged(request) == (plan.shared_spans == 0)
+        unpropagated = policy.tsp_rate == 1 or key.endswith(requests.UNPROPAGATED_KEY)
+        assert unpropagated == (plan.propagation is None)
+        too_long = length > BUFFER
+        assert requests.propagation_skipped(request) == (too_long and policy.tsp_rate != 1)
+        assert not too_long or unpropagated
+        assert too_long or length < 17 or policy.tsp_rate > 0.5 or not unpropagated
+        requests.separate_cache_key(request)  # after the request was taken back
+        assert request.extra_key == key
+    if not policy.drops_tokens:
+        assert depths.keys() == {policy.fingerprint()}
+
+
+@given(FIELDS, LENGTHS, st.sampled_from([1, 4, 16]), st.integers(1, 600), st.integers(1, 80))
+@settings(max_examples=150)
+def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pages, virtual):
+    request = Request(policy_of(fields), prompt, [])
+    plan = requests.plan_of(request, LAYERS, SPAN)
+
+    def pool_of(total, virtual_pages):
+        memory = SimpleNamespace(pool=SimpleNamespace(total=total))
+        return SimpleNamespace(
+            page_size=size, virtual_pages=virtual_pages, memory=memory, plan_of=lambda _: plan
+        )
+
+    # One page per span stays free, and one more.
+    fitting = [n for n in range(virtual * size + 1) if pages_held(plan, n, prompt, size) + plan.spans < pages]
+    pool = pool_of(pages, virtual)
+    longest = kv_schedule.most_tokens(pool, plan, prompt)
+    assert longest == max(fitting, default=0)
+    refused = kv_schedule.refuse_what_never_fits(pool, request)
+    assert (refused is None) == (longest > prompt)
+    if refused is not None:
+        needed = int(re.search(r"needs (\d+) KV pages", refused)[1])
+        assert kv_schedule.refuse_what_never_fits(pool_of(needed, 1 << 20), request) is None
+        assert kv_schedule.refuse_what_never_fits(pool_of(needed - 1, 1 << 20), request) is not None
