@@ -112,6 +112,9 @@ class RetentionMachine(RuleBasedStateMachine):
         del self.free_virtual[len(self.free_virtual) - new :]
         request.virtual += virtual
         request.length, request.opened = end, True
+        shared = self.memory.shared.backing[: self.memory.tables.first_private(request.row), request.virtual]
+        own = sum(tables.page_count(request.row) for tables in (self.memory.tables, self.memory.retained))
+        assert self.memory.held(request.row, end) == np.count_nonzero(shared) + own
         return True
 
     def hand_over(self, request):
@@ -290,3 +293,34 @@ class RetentionMachine(RuleBasedStateMachine):
 
 RetentionMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 test_retention_machine = pytest.mark.timeout(120)(RetentionMachine.TestCase)
+
+
+def test_a_row_leans_on_the_cache_until_it_is_closed():
+    """Of a request that is drafted for, the prompt's shared KV stays locked; the row's next owner has none of it."""
+    memory = KvMemory(100, 4, LAYERS, virtual_pages=20)
+    memory.open(3, plan(20, 1.0, 0.2, None, 10), 20)
+    memory.grow([Growth(3, 0, 20, np.arange(1, 6))])
+    assert memory.held(3, 20) == LAYERS * (5 + 1)  # the whole prompt, and room for 4 entries of it
+    memory.settle(3)
+    assert memory.held(3, 20) == LAYERS
+    memory.lean(3, 20)
+    assert memory.held(3, 20) == LAYERS * (5 + 1) and memory.settled(3)
+    memory.close(3)
+    assert not memory.settled(3)
+    memory.open(3, PrefillPlan(LAYERS, 1), 4)
+    memory.grow([Growth(3, 0, 4, np.arange(6, 7))])
+    assert memory.held(3, 4) == LAYERS
+
+
+def test_nothing_is_left_when_all_is_forgotten():
+    memory = KvMemory(100, 4, LAYERS, virtual_pages=20)
+    memory.open(3, plan(20, 0.3, 0.2, 3, 10), 20)
+    memory.grow([Growth(3, 0, 20, np.arange(1, 6))])
+    memory.lean(3, 20)
+    memory.clear()
+    nothing = np.zeros(0, np.int64)
+    found = check(memory.pool, memory.shared, memory.tables, nothing, memory.retained)
+    assert found.free == found.total == 100 and sum(found.per_span) == 0
+    assert not memory.owners and len(memory.tables) == len(memory.retained) == 0
+    memory.open(3, PrefillPlan(LAYERS, 1), 4)
+    assert memory.pending(3) == {} and memory.held(3, 0) == 0
