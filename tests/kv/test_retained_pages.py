@@ -296,7 +296,7 @@ test_retention_machine = pytest.mark.timeout(120)(RetentionMachine.TestCase)
 
 
 def test_a_row_leans_on_the_cache_until_it_is_closed():
-    """Of a request that is drafted for, the prompt's shared KV stays locked; the row's next owner has none of it."""
+    """Where a draft reads on, the prompt's shared KV stays locked; the row's next owner has none of it."""
     memory = KvMemory(100, 4, LAYERS, virtual_pages=20)
     memory.open(3, plan(20, 1.0, 0.2, None, 10), 20)
     memory.grow([Growth(3, 0, 20, np.arange(1, 6))])
@@ -324,3 +324,23 @@ def test_nothing_is_left_when_all_is_forgotten():
     assert not memory.owners and len(memory.tables) == len(memory.retained) == 0
     memory.open(3, PrefillPlan(LAYERS, 1), 4)
     assert memory.pending(3) == {} and memory.held(3, 0) == 0
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_device_learns_of_pages_that_took_the_place_of_others(size):
+    """What was rejected is given back and may be another row's by the time that its own row grows again."""
+    memory = KvMemory(100, size, 2, virtual_pages=20)
+    mirror = PageMirror(memory, ROWS, LONGEST, "cpu", block=2)
+    tables = memory.tables
+    for row in (1, 2):
+        memory.open(row, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
+    tables.append(1, 1, 7 * size)
+    mirror.refresh([1])
+    tables.truncate(1, 1, 2 * size)
+    tables.append(2, 1, 3 * size)
+    tables.append(1, 1, 4 * size)
+    mirror.refresh([1, 2])
+    for row in (1, 2):
+        pages = tables.pages(row, 1).tolist()
+        blocks = mirror.blocks[mirror.directory[1, row].long()].flatten()
+        assert blocks[: len(pages)].tolist() == pages
