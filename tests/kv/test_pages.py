@@ -106,6 +106,18 @@ def test_a_full_pool_changes_nothing():
     assert memory.pool.free == 0
 
 
+def test_virtual_pages_are_backed_once_and_all_or_none():
+    memory = KvMemory(pages=9, page_size=4, spans=2, virtual_pages=10)
+    shared, pool = memory.shared, memory.pool
+    shared.back(np.array([1, 2]), 2)
+    before = shared.backing.copy()
+    with pytest.raises(OutOfPages, match="6 KV pages needed, 5 of 9 free"):
+        shared.back(np.array([3, 4, 5]), 2)
+    with pytest.raises(AssertionError, match="backed twice"):
+        shared.back(np.array([2, 3]), 1)
+    assert (shared.backing == before).all() and pool.free == 5 and pool.in_use.tolist() == [2, 2]
+
+
 def test_roll_back_and_replace():
     memory = KvMemory(pages=20, page_size=4, spans=2, virtual_pages=10)
     memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)

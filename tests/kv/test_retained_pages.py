@@ -305,8 +305,9 @@ def test_a_row_leans_on_the_cache_until_it_is_closed():
     assert memory.held(3, 20) == LAYERS
     memory.lean(3, 20)
     assert memory.held(3, 20) == LAYERS * (5 + 1) and memory.settled(3)
+    assert memory.shared_spans([3]) == 0
     memory.close(3)
-    assert not memory.settled(3)
+    assert not memory.settled(3) and memory.shared_spans([3]) == LAYERS
     memory.open(3, PrefillPlan(LAYERS, 1), 4)
     memory.grow([Growth(3, 0, 4, np.arange(6, 7))])
     assert memory.held(3, 4) == LAYERS
@@ -344,3 +345,19 @@ def test_a_device_learns_of_pages_that_took_the_place_of_others(size):
         pages = tables.pages(row, 1).tolist()
         blocks = mirror.blocks[mirror.directory[1, row].long()].flatten()
         assert blocks[: len(pages)].tolist() == pages
+
+
+def test_a_device_keeps_nothing_of_rows_that_are_gone():
+    """However many requests have come and gone: no more room for tables, and nothing that is sent again."""
+    memory = KvMemory(60, 1, 2, virtual_pages=20)
+    memory.shared.back(np.arange(1, 4), 2)
+    mirror = PageMirror(memory, ROWS, LONGEST, "cpu", block=2)
+    room = len(mirror.blocks)
+    for begin in range(40):
+        memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
+        memory.tables.append(1, 1, 5 + begin)
+        mirror.refresh([1])
+        assert memory.shared.backed_since == []
+        assert (mirror.backing.numpy() == memory.shared.backing).all()
+        memory.close(1)
+    assert len(mirror.blocks) == room
