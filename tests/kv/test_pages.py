@@ -168,3 +168,32 @@ def test_the_audit_sees_a_lost_page_and_a_page_in_two_places():
     memory.shared.backing[0, 3] = memory.shared.backing[0, 1]
     with pytest.raises(AuditError, match="two places"):
         check(memory.pool, memory.shared, memory.tables, NONE)
+
+
+def _an_owner_too_many(pages):
+    def corrupt(memory):
+        memory.pool._owners[pages(memory)[0]] += 1
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "said"),
+    [
+        (_an_owner_too_many(lambda memory: memory.pool.free_pages()), "a free page has an owner"),
+        (_an_owner_too_many(lambda memory: memory.shared.backing[0, 1:]), "or a cached page several"),
+        (_an_owner_too_many(lambda memory: memory.tables.pages(1)), "other owners than the tables"),
+        (lambda memory: memory.pool.in_use.__setitem__(1, 4), "pages per span"),
+        (lambda memory: setattr(memory.tables.of(1)[1], "pages", np.array([10])), "outside the pool"),
+        (lambda memory: setattr(memory.tables.of(1)[1], "pages", np.array([0])), "outside the pool"),
+    ],
+)
+def test_the_audit_sees_accounts_that_do_not_add_up(corrupt, said):
+    memory = KvMemory(pages=9, page_size=4, spans=2, virtual_pages=4)
+    memory.shared.back(np.array([1, 2]), 1)
+    memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
+    memory.tables.append(1, 1, 1)
+    assert check(memory.pool, memory.shared, memory.tables, NONE).per_span == (2, 1)
+    corrupt(memory)
+    with pytest.raises(AuditError, match=said):
+        check(memory.pool, memory.shared, memory.tables, NONE)
