@@ -36,9 +36,8 @@ def top_indices(scores: torch.Tensor, count: int, forced: torch.Tensor | None = 
     kept = min(max(count, pinned, 0), total)
     if kept == total:
         return torch.arange(total, device=scores.device).expand(scores.shape)
-    # Infinities are left to the forced entries and to NaN.
-    limit = torch.finfo(torch.float32).max
-    scores = scores.float().clamp(-limit, limit).nan_to_num(nan=float("-inf"))
+    # Infinities become the largest numbers: they are left to the forced entries and to NaN.
+    scores = scores.float().nan_to_num(nan=float("-inf"))
     if forced is not None:
         scores.index_fill_(-1, forced, float("inf"))
     none, everything, budget = (torch.full((), n, device=scores.device) for n in (0, total, kept))

@@ -1,6 +1,7 @@
 """The shared selection step: exact counts, ties to the lower index, forced entries inside the budget."""
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from fathom.runtime.retain import kept_count, top_indices
 
 # Few different values, so that most rows have ties at the border.
-VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0, float("inf"), float("-inf"), float("nan")])
+VALUES = (0.0, 0.25, 0.5, 1.0, -1.0, float("inf"), float("-inf"), float("nan"))
 
 
 @given(rate=st.integers(1, 1000), total=st.integers(0, 200_000))
@@ -28,11 +29,12 @@ def test_kept_count_is_not_fooled_by_binary_fractions():
             kept_count(illegal, 5)
 
 
-@given(data=st.data(), scores=st.lists(VALUES, min_size=1, max_size=40), count=st.integers(-2, 45))
+@given(n=st.integers(1, 40), seed=st.integers(0, 1 << 30))
 @settings(max_examples=300, deadline=None)
-def test_top_indices_sort_as_python_does(data, scores, count):
-    n = len(scores)
-    forced = data.draw(st.sets(st.integers(0, n - 1), max_size=5))
+def test_top_indices_sort_as_python_does(n, seed):
+    draw = random.Random(seed)  # Hypothesis hardly ever found a count between none and all
+    scores, count = draw.choices(VALUES, k=n), draw.randint(-2, n + 2)
+    forced = set(draw.sample(range(n), min(draw.randint(0, 5), n)))
 
     def rank(i):
         score = -math.inf if math.isnan(scores[i]) else max(scores[i], -3e38)
