@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fathom.runtime import cost
 from fathom.runtime.config import Limits, PolicyError, choose
 from fathom.runtime.kv.memory import pages_held
 from fathom.runtime.sglang_host import kv_schedule, requests
@@ -53,7 +54,7 @@ def policy_of(fields):
 
 
 @given(FIELDS, st.lists(st.tuples(LENGTHS, st.booleans()), min_size=2, max_size=5))
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts):
     """A hit is read at all spans that its reader shares: whoever left it there must have had as many. What is
     protected may lie behind the end of a prompt that was truncated."""
@@ -77,7 +78,7 @@ def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts)
 
 
 @given(FIELDS, LENGTHS, st.sampled_from([1, 4, 16]), st.integers(1, 600), st.integers(1, 80))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pages, virtual):
     request = Request(policy_of(fields), prompt, [])
     plan = requests.plan_of(request, LAYERS, SPAN)
@@ -99,3 +100,16 @@ def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pa
         needed = int(re.search(r"needs (\d+) KV pages", refused)[1])
         assert kv_schedule.refuse_what_never_fits(pool_of(needed, 1 << 20), request) is None
         assert kv_schedule.refuse_what_never_fits(pool_of(needed - 1, 1 << 20), request) is not None
+
+
+@given(FIELDS, LENGTHS)
+@settings(max_examples=100)
+def test_what_is_explained_is_what_the_plan_does(fields, prompt):
+    """The cost model counts for itself, from the policy alone, what the engine's plan computes and keeps."""
+    policy = policy_of(fields)
+    assume(policy.prefill_keep_rate != "auto" and prompt <= BUFFER)
+    plan = requests.plan_of(Request(policy, prompt, []), LAYERS, SPAN)
+    told = cost.policy_plan(policy, LAYERS, prompt, tsp_layer=TSP)
+    per_layer = [layer // SPAN for layer in range(LAYERS)]
+    assert list(told.computed) == [plan.present_tokens(span, prompt) for span in per_layer]
+    assert list(told.retained) == [plan.retained_tokens(span, prompt) for span in per_layer]
