@@ -84,12 +84,34 @@ def test_a_drafted_token_that_the_target_never_says_does_not_stand():
 
 
 def test_match_stops_at_the_first_difference():
-    choices = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7]])
-    drafted = torch.tensor([[5, 6], [5, 6], [5, 6]])
-    assert match(choices, drafted, torch.tensor([2, 2, 1])).tolist() == [2, 1, 1]
+    choices = torch.tensor([[5, 6, 7], [5, 9, 7], [5, 6, 7], [9, 6, 7]])
+    drafted = torch.tensor([[5, 6]] * 4)
+    assert match(choices, drafted, torch.tensor([2, 2, 1, 2])).tolist() == [2, 1, 1, 0]
 
 
-def test_target_probs_are_what_the_sampler_draws_from():
+def test_chance_at_its_ends(monkeypatch):
+    """The least number that can be drawn accepts nothing that the target never says; and where the target's numbers
+    are the draft's but for rounding, what follows a rejected token is drawn from the target's."""
+    target = torch.tensor([[[0.0, 1.0], [0.0, 1.0]]])
+    draft = torch.tensor([[[1.0, 0.0]]])
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    accepted, following = reject(target, draft, torch.tensor([[0]]), torch.tensor([1]))
+    assert (accepted.item(), following.item()) == (0, 1)
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.ones(shape))
+    target = torch.tensor([[[0.5, 0.4999], [0.0, 1.0]]]).expand(200, -1, -1)
+    draft = torch.full((200, 1, 2), 0.5)
+    accepted, following = reject(
+        target,
+        draft,
+        torch.ones(200, 1, dtype=torch.long),
+        torch.ones(200, dtype=torch.long),
+        torch.Generator().manual_seed(1),
+    )
+    assert accepted.sum() == 0 and 70 < following.sum() < 130
+
+
+@pytest.mark.parametrize("binding", ["top_k", "top_p", "min_p", "all"])
+def test_target_probs_are_what_the_sampler_draws_from(binding):
     """Against SGLang's own sampler: same support, and the same weights up to its scale."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 
@@ -100,6 +122,10 @@ def test_target_probs_are_what_the_sampler_draws_from():
     top_ks = torch.randint(1, vocabulary + 1, (rows,), generator=generator)
     top_ps = torch.rand(rows, generator=generator) * 0.9 + 0.1
     min_ps = torch.rand(rows, generator=generator) * 0.3
+    if binding != "all":
+        top_ks = top_ks if binding == "top_k" else torch.full_like(top_ks, vocabulary)
+        top_ps = top_ps if binding == "top_p" else torch.ones_like(top_ps)
+        min_ps = min_ps if binding == "min_p" else torch.zeros_like(min_ps)
     got = target_probs(logits, temperatures, top_ks, top_ps, min_ps)
     probs = torch.softmax(logits / temperatures.view(-1, 1), -1)
     _, weights, index, *_ = top_k_top_p_min_p_sampling_from_probs_torch(
