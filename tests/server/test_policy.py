@@ -229,6 +229,20 @@ def test_what_fast_steps_read_is_bounded_by_the_compact_buffers(every_mechanism)
     assert parse({"sfi_budget": 5}, Policy(), LIMITS) == Policy()  # no effect without slow_fast
 
 
+def test_a_whole_number_is_the_same_rate(every_mechanism):
+    """However JSON writes it: one name, one key of the prefix cache."""
+    one, other = ({"depth_cutoff": 8, "tsp_rate": rate, "prefill_keep_rate": rate} for rate in (1, 1.0))
+    policies = [parse(each, Policy(), LIMITS) for each in (one, other, {"depth_cutoff": 8})]
+    assert len({policy.fingerprint() for policy in policies}) == 1
+
+
+def test_what_the_operator_asked_for_is_held_against_the_model(every_mechanism):
+    """It was legal before the number of layers was known."""
+    assert config.choose(None, {"depth_cutoff": 400}).policy.depth_cutoff == 400
+    with pytest.raises(PolicyError, match=r"^fathom\.depth_cutoff must be .*, got 400$"):
+        config.choose(None, {"depth_cutoff": 400}, LIMITS)
+
+
 @pytest.mark.parametrize(
     ("request_object", "drops"),
     [({}, False), ({"depth_cutoff": 8}, True), ({"tsp_rate": 0.5}, True), ({"decode": "slow_fast"}, False)],

@@ -14,6 +14,8 @@ SHAPE = RunShape.of(SfiConfig(), layers=32, kv_heads=8, head_dim=128, value_dim=
 def test_size_of_a_run():
     assert SHAPE.tokens == 4 + 2048
     assert SHAPE.bytes == 2052 * 32 * 8 * (128 + 128) * 2
+    narrow_values = RunShape.of(SfiConfig(), layers=3, kv_heads=2, head_dim=192, value_dim=128, itemsize=2)
+    assert narrow_values.bytes_per_token == 3 * 2 * (192 + 128) * 2
 
 
 def test_too_small_a_budget_is_refused_with_the_numbers():
