@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.context import Face
+from fathom.server.context import Face, RequestContext
 from fathom.server.metrics import Account, outcome_of
 
 torchvision_ops.declare()
@@ -262,3 +262,73 @@ def test_a_refused_stream_can_be_cleaned_up(manager, asked, message):
     with pytest.raises(ValueError, match=message):
         asyncio.run(anext(manager.generate_request(obj)))
     assert obj.is_single and obj.rid
+
+
+PROMPT_OUTPUTS = [
+    {"return_logprob": True, "logprob_start_len": 0},
+    {"return_logprob": [False, True], "logprob_start_len": [-1, 0]},
+    {"return_hidden_states": True},
+]
+BEAMS = [{"sampling_params": {"beam_width": 2}}, {"sampling_params": [{}, {"beam_width": 2}]}]
+HARMLESS = [
+    {"return_logprob": True, "logprob_start_len": -1},
+    {"return_logprob": False, "logprob_start_len": 0},
+    {"sampling_params": {"beam_width": 1}},
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused"),
+    [
+        (Policy(), []),
+        (Policy(speculative=True), []),
+        (Policy(kv_retention_rate=0.5), BEAMS),
+        (Policy(decode="slow_fast"), BEAMS),
+        *((Policy(**{name: 0.5}), BEAMS + PROMPT_OUTPUTS) for name in ("prefill_keep_rate", "tsp_rate")),
+        (Policy(depth_cutoff=2), BEAMS + PROMPT_OUTPUTS),
+    ],
+)
+def test_what_a_policy_does_not_compute_cannot_be_had(policy, refused):
+    for asked in PROMPT_OUTPUTS + BEAMS + HARMLESS:
+        request = GenerateReqInput(text=["a", "b"], **asked)
+        if asked in refused:
+            with pytest.raises(ValueError, match="cannot be had"):
+                ours.refuse_prompt_outputs(request, policy)
+        else:
+            ours.refuse_prompt_outputs(request, policy)
+
+
+def test_the_request_that_caches_a_common_prompt_is_sglangs_own():
+    def is_own(most, **asked):
+        sent = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=most))
+        return ours.is_prefix_request(sent, SimpleNamespace(sampling_params=asked))
+
+    assert is_own(0) and is_own(0, max_new_tokens=9)
+    assert not is_own(0, max_new_tokens=0)  # the client's wish
+    assert not is_own(9, max_new_tokens=9) and not is_own(9)
+    assert not ours.is_prefix_request(SimpleNamespace(), SimpleNamespace(sampling_params={}))
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [(None, "abort"), ({"type": "abort", "status_code": 503}, "error"), ({"type": "abort"}, "abort")],
+)
+def test_what_the_scheduler_aborts_is_counted(manager, monkeypatch, reason, outcome):
+    monkeypatch.setattr(ours.TokenizerManager, "_handle_abort_req", lambda *_: None)
+    manager.rid_to_state["one"] = state_of()
+    for rid in ("one", "unknown"):
+        manager._handle_abort_req(SimpleNamespace(rid=rid, finished_reason=reason))
+    assert manager.request_metrics.outcomes == [("/generate", outcome)]
+
+
+def test_time_begins_when_the_request_was_received(manager, monkeypatch):
+    """And not when the engine was called, after its body was read and its prompt made."""
+    monkeypatch.setattr(ours.TokenizerManager, "_init_req_state", lambda *_: None)
+    manager._server_status = None
+    request = GenerateReqInput(text="a", rid="one")
+    for context, start in ((None, 5.0), (RequestContext("/generate", EXACT, 3.0), 3.0)):
+        manager.rid_to_state["one"] = SimpleNamespace(time_stats=SimpleNamespace(created_time=5.0))
+        token = ours.CURRENT.set(context)
+        manager._init_req_state(request)
+        ours.CURRENT.reset(token)
+        assert manager.rid_to_state["one"].fathom_account.start == start
