@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 
 from fathom.runtime.draft.pace import Pace, shared_evidence
 from fathom.runtime.sglang_host import speculation
 from fathom.runtime.sglang_host.draft_side import DraftState
 from fathom.runtime.sglang_host.lookahead import Prompt
+from fathom.runtime.sglang_host.tails import Tail
 
 
 def test_a_look_ahead_that_cannot_be_taken_up_is_dropped():
@@ -31,3 +34,24 @@ def test_nothing_is_drafted_for_places_behind_the_end():
     assert [speculation.room_for_output(limit, request) for limit in (0, 2, 3, 16)] == [0, 2, 3, 3]
     request.output_ids = [1] * 6
     assert speculation.room_for_output(16, request) == 0
+
+
+@pytest.mark.parametrize(
+    ("scratch", "read"),
+    [
+        (None, [0, 1, 2, 2]),  # drafted now: the draft has read each token but the last
+        ([20, 21], [0, 1, 2, 2]),  # said while it judged the prompt: the same, copied from where that was
+        ([], [0, 0, 0, 0]),  # another group has written there since
+    ],
+)
+def test_the_draft_has_read_what_it_has_kv_of(scratch, read):
+    copied, tail = [], Tail(None, 10, 3, np.arange(30, 33))
+    model = SimpleNamespace(copy=lambda source, target: copied.append((source.tolist(), target.tolist())))
+    side = SimpleNamespace(model=model, slots=lambda _, end: torch.arange(20, 20 + end))
+    proposal = speculation.Proposal(0, tail, None, tokens=[7, 8, 9])
+    if scratch is not None:
+        slots = torch.tensor(scratch, dtype=torch.int32)
+        proposal.ahead = Prompt(torch.arange(10), 3, frozenset(), [7, 8, 9], slots)
+    assert [speculation._read_of(proposal, accepted, side) for accepted in range(4)] == read
+    into = [30, 31]  # the slots of the tokens behind the first ten
+    assert copied == [(scratch[:n], into[:n]) for n in read if n and scratch is not None]
