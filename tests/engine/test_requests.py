@@ -1,5 +1,6 @@
 """What a request's policy and length come to: its place in the prefix cache, and the pool that it fits into."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime import cost
-from fathom.runtime.config import Limits, PolicyError, choose
+from fathom.runtime.config import Limits, Policy, PolicyError, choose
 from fathom.runtime.kv.memory import pages_held
 from fathom.runtime.sglang_host import kv_schedule, requests
 
@@ -102,14 +103,20 @@ def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pa
         assert kv_schedule.refuse_what_never_fits(pool_of(needed - 1, 1 << 20), request) is not None
 
 
-@given(FIELDS, LENGTHS)
-@settings(max_examples=100)
-def test_what_is_explained_is_what_the_plan_does(fields, prompt):
+def test_what_is_explained_is_what_the_plan_does():
     """The cost model counts for itself, from the policy alone, what the engine's plan computes and keeps."""
-    policy = policy_of(fields)
-    assume(policy.prefill_keep_rate != "auto" and prompt <= BUFFER)
-    plan = requests.plan_of(Request(policy, prompt, []), LAYERS, SPAN)
-    told = cost.policy_plan(policy, LAYERS, prompt, tsp_layer=TSP)
     per_layer = [layer // SPAN for layer in range(LAYERS)]
-    assert list(told.computed) == [plan.present_tokens(span, prompt) for span in per_layer]
-    assert list(told.retained) == [plan.retained_tokens(span, prompt) for span in per_layer]
+    rates, tsp_rates, retained = (1.0, 0.1, 0.5), (1.0, 0.1, 0.5, 0.99), (1.0, 0.1, 0.9)
+    cases = itertools.product(
+        rates, (0, 100), ("full", 2, 6), ("bos", "none"), tsp_rates, retained, (1, 8, 9, 10, 64, 150)
+    )
+    for keep, shortest, cutoff, anchors, tsp, kept, prompt in cases:
+        if tsp != 1 and cutoff == 2:
+            continue  # refused
+        fields = {"prefill_keep_rate": keep, "min_prompt_tokens": shortest, "depth_cutoff": cutoff}
+        fields |= {"anchors": anchors, "tsp_rate": tsp, "kv_retention_rate": kept}
+        policy = Policy(**fields).canonical()
+        plan = requests.plan_of(Request(policy, prompt, []), LAYERS, SPAN)
+        told = cost.policy_plan(policy, LAYERS, prompt, tsp_layer=TSP)
+        assert list(told.computed) == [plan.present_tokens(span, prompt) for span in per_layer], fields
+        assert list(told.retained) == [plan.retained_tokens(span, prompt) for span in per_layer], fields

@@ -353,11 +353,11 @@ def test_a_device_keeps_nothing_of_rows_that_are_gone():
     memory.shared.back(np.arange(1, 4), 2)
     mirror = PageMirror(memory, ROWS, LONGEST, "cpu", block=2)
     room = len(mirror.blocks)
-    for begin in range(40):
-        memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
-        memory.tables.append(1, 1, 5 + begin)
-        mirror.refresh([1])
+    for row in range(1, ROWS):
+        memory.open(row, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
+        memory.tables.append(row, 1, 5 + row)
+        mirror.refresh([row])
         assert memory.shared.backed_since == []
         assert (mirror.backing.numpy() == memory.shared.backing).all()
-        memory.close(1)
+        memory.close(row)
     assert len(mirror.blocks) == room
