@@ -108,7 +108,7 @@ def test_what_is_explained_is_what_the_plan_does():
     per_layer = [layer // SPAN for layer in range(LAYERS)]
     rates, tsp_rates, retained = (1.0, 0.1, 0.5), (1.0, 0.1, 0.5, 0.99), (1.0, 0.1, 0.9)
     cases = itertools.product(
-        rates, (0, 100), ("full", 2, 6), ("bos", "none"), tsp_rates, retained, (1, 8, 9, 10, 64, 150)
+        rates, (0, 100), ("full", 2, 6), ("bos", "none"), tsp_rates, retained, (1, 8, 9, 10, 96, 150)
     )
     for keep, shortest, cutoff, anchors, tsp, kept, prompt in cases:
         if tsp != 1 and cutoff == 2:
