@@ -1,4 +1,4 @@
-"""Waiting for what a server does in its own time, and comparing its clock with a client's."""
+"""Waiting for what a server does in its own time."""
 
 import time
 
@@ -16,21 +16,3 @@ def held(server):
     """KV slots and accounts that requests hold."""
     engine = server.engine()
     return engine["kv_pool"]["held"] + engine["open_accounts"]
-
-
-ROUNDS = 3
-
-
-def assert_clocks_agree(measure, share):
-    """Server and client agree on their times to within a share of them, after one round or two more.
-
-    ``measure`` does one round and returns both sides' times by name, each over all rounds so far: a stall of the
-    machine that only one side has seen weighs less each time, an error in what is measured does not.
-    """
-    for _ in range(ROUNDS):
-        server, client = measure()
-        apart = {name: round(server[name] / client[name] - 1, 4) for name in client}
-        print("apart:", apart)
-        if all(abs(difference) < share for difference in apart.values()):
-            return
-    raise AssertionError((apart, server, client))

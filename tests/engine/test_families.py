@@ -18,7 +18,7 @@ FAMILIES = {
     "Apertus": {},
     "Olmo2": {"hidden_size": 128},
 }
-TOLERANCES = {"Gemma": 3e-3, "Apertus": 1e-2}
+TOLERANCES = {"Gemma": 3e-3, "Apertus": 5e-3}
 """SGLang rounds some of their constants to bfloat16."""
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}

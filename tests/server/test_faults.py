@@ -442,6 +442,7 @@ async def in_process(app, route, body):
     return sent[0]["status"], sent[1]["body"]
 
 
+@pytest.mark.alone
 def test_slow_readers_hold_nobody_up(faulty):
     """They take a few bytes a second of streams of many megabytes; memory stays and the others are served."""
     process = psutil.Process(faulty.process.pid)
@@ -470,7 +471,7 @@ def test_slow_readers_hold_nobody_up(faulty):
             timed(faulty)
             time.sleep(0.2)
         wait_until(lambda: held(faulty) == 0, 60)  # generated to the end, whoever reads it
-        wait_until(lambda: timed(faulty) < 3 * alone + 0.1, 20)
+        assert min(timed(faulty) for _ in range(3)) < 3 * alone + 0.1
         assert process.memory_info().rss - memory < 200 << 20
     finally:
         for connection in readers:
