@@ -43,6 +43,7 @@ class Work:
         lengths: of prompts, in tokens; batch: prompts at a time; output: tokens of each answer.
         cached: compute the prompts before the clock starts, so that decoding alone is timed.
         documents: different prompts in a batch; 0 for all of them. Requests with the same one share its KV.
+        warm_up: tokens of the prompts of the round that does not count; 0 for as many as are measured.
     """
 
     lengths: Sequence[int]
@@ -53,6 +54,7 @@ class Work:
     seed: int
     cached: bool = False
     documents: int = 0
+    warm_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def _measured(
 
 
 def prompts_of(length: int, work: Work, turn: int) -> list[list[int]]:
-    """Prompts of random words: the same for each variant of a round."""
+    """Prompts of random words: the same for each variant of a round; that of turn -1 does not count."""
+    length = work.warm_up if turn < 0 and work.warm_up else length
     draw = random.Random(f"{work.seed}/{length}/{turn}")
     different = min(work.documents or work.batch, work.batch)
     prompts = [[draw.randrange(FIRST_WORD, work.vocab) for _ in range(length)] for _ in range(different)]

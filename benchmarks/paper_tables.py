@@ -65,15 +65,15 @@ def anything(account: dict[str, Any]) -> bool:
     return True
 
 
-def variants(layers: int, span: int, output: int, wanted: Sequence[str]) -> list[Variant]:
+def variants(layers: int, span: int, wanted: Sequence[str], cutoffs: Sequence[int]) -> list[Variant]:
     """What the tables on the target compare; the first is the dense baseline.
 
     Args:
-        span: layers per depth page; the paper's cutoffs of 32 layers are scaled and rounded to it.
+        span: layers per depth page; SPEED's cutoffs, of 32 layers, are scaled and rounded to it.
     """
     found = [Variant(DENSE, Policy(), whole)]
     if "speed" in wanted:
-        for cutoff in dict.fromkeys(scaled(k, layers, span) for k in papers.SPEED_CUTOFFS):
+        for cutoff in dict.fromkeys(scaled(k, layers, span) for k in cutoffs):
             policy = Policy(depth_cutoff=cutoff)
             found.append(Variant(f"speed-{cutoff}", policy, shallow))
     if "fastkv" in wanted:
@@ -158,7 +158,11 @@ def target_tables(
 ) -> None:
     """SPEED's Tables 15 to 17, FastKV's prefill and decode, SpecPrefill against its formula, the combination."""
     layers, span = shapes["target"].layers, shapes["span"]
-    cutoffs = [(k, f"speed-{scaled(k, layers, span)}") for k in papers.SPEED_CUTOFFS]
+    cutoffs = [
+        (column, k, f"speed-{scaled(k, layers, span)}")
+        for column, k in enumerate(papers.SPEED_CUTOFFS, 1)
+        if k in args.speed_cutoffs
+    ]
     ms = (("15: TTFT, ms", "ttft", papers.SPEED_TTFT_MS), ("16: TPOT, ms", "tpot", papers.SPEED_TPOT_MS))
     if "speed" in args.tables:
         for title, part, paper in ms:
@@ -185,7 +189,7 @@ def speed_row(
     row: dict[str, Any] = {"prompt": length, "dense": dense * 1e3}
     if STOCK in cells:
         row[STOCK] = getattr(cells[STOCK], part) * 1e3
-    for column, (k, name) in enumerate(cutoffs, 1):
+    for column, k, name in cutoffs:
         ours = getattr(cells[name], part)
         row |= {f"{name} (K = {k} of 32)": ours * 1e3, f"x {k}": dense / ours}
         row[f"limit x {k}"] = getattr(limits[length, name], part)
@@ -197,7 +201,7 @@ def kv_row(length: int, cells: dict[str, Cell], cutoffs: Any) -> dict[str, Any]:
     """One row of Table 17: KV held, by the scheduler's account."""
     theirs = paper_row(papers.SPEED_KV_GIB, length)
     row: dict[str, Any] = {"prompt": length, "dense": cells[DENSE].account["kv_bytes"] / 2**30}
-    for column, (k, name) in enumerate(cutoffs, 1):
+    for column, k, name in cutoffs:
         account = cells[name].account
         row |= {
             name: account["kv_bytes"] / 2**30,
@@ -296,6 +300,20 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--kernel-length", type=int, default=16384, help="KV length of SFI's Table 1")
     result.add_argument("--rounds", type=int, default=3)
+    result.add_argument(
+        "--warm-up",
+        type=int,
+        default=0,
+        help="tokens of the prompts of the round that does not count (default: as many as are measured)",
+    )
+    result.add_argument(
+        "--speed-cutoffs",
+        type=int,
+        nargs="+",
+        choices=papers.SPEED_CUTOFFS,
+        default=list(papers.SPEED_CUTOFFS),
+        help="SPEED's layers, of 32 (default: %(default)s)",
+    )
     result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     result.add_argument(
         "--depth-span",
@@ -381,9 +399,10 @@ def main(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder, Processes(gpu) as started:
         if set(args.tables) & {"speed", "fastkv", "specprefill", "combination"}:
-            ways = variants(target.layers, span, args.output, args.tables)
+            ways = variants(target.layers, span, args.tables, args.speed_cutoffs)
             engines = setups(target, draft, span, Path(folder) / "main", args, gpu)
-            work = Work(args.lengths, args.batch, args.output, args.rounds, target.vocab, args.seed)
+            size = args.batch, args.output, args.rounds, target.vocab, args.seed
+            work = Work(args.lengths, *size, warm_up=args.warm_up)
             tsp_layer = choose_tsp_layer(target.layers, span, None)
             limits = limits_of(
                 ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=tsp_layer
@@ -399,7 +418,7 @@ def main(argv: Sequence[str]) -> int:
             sfi_span = choose_span(sfi_target.layers, args.depth_span)
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
-            work = Work(args.lengths, *size, True, args.sfi_documents)
+            work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up)
             numbers = sfi_options.from_arguments(args).config
             reads = cost.SlowFast(
                 1 / (1 + numbers.refresh_budget), numbers.sink, numbers.recent, numbers.selected

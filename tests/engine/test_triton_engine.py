@@ -1,4 +1,4 @@
-"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter.
+"""The engine on a GPU in name only (``nominal_gpu.py``), its kernels run by Triton's interpreter, or on a real one.
 
 Every mechanism alone and all together, in common batches, in captured steps and others, against one oracle.
 """
@@ -10,11 +10,15 @@ from itertools import islice
 
 import interpreted
 import pytest
+import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
 from oracles.drafted import Draft
 
 FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
+counts_waits = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a real GPU does not count who waits for it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +157,7 @@ def test_the_drafts_steps_are_replayed(server, ending_pair, expected):
     assert drafted[0]["meta_info"]["fathom"]["accepted_tokens"] > 3 and replayed["several"] >= 1
 
 
+@counts_waits
 def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
     ask_together(server, list(map(prompt_of, "abc")), {"speculative": True, "draft_tokens": 2}, 7)
     waits = server.engine()["draft"]["waits"]
@@ -163,6 +168,7 @@ def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
     assert waits["settle"]["3"] == 2  # for what stands, and for its log-probabilities
 
 
+@counts_waits
 def test_the_host_waits_once_for_what_goes_on_above_the_selection(server, answers):
     """Above a cutoff's anchor too, which goes on whatever its score."""
     assert server.engine()["draft"]["waits"]["_select"] == {"1": 1}
