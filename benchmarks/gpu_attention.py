@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -23,7 +24,13 @@ from fathom.benchmarks.gpu_inputs import (
 )
 from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.extend_attention import extend_attention_reference
-from fathom.kernels.paged_decode import gather_entries, paged_decode, paged_decode_reference, pick_splits
+from fathom.kernels.paged_decode import (
+    gather_entries,
+    paged_decode,
+    paged_decode_reference,
+    pick_pieces,
+    pick_splits,
+)
 from fathom.kernels.paged_extend import paged_extend, paged_extend_reference
 from fathom.kernels.two_segment_attention import (
     SegmentPlan,
@@ -31,6 +38,8 @@ from fathom.kernels.two_segment_attention import (
     two_segment_attention,
     two_segment_attention_reference,
 )
+from fathom.runtime.kv.device_view import DeviceTables
+from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.config import SfiConfig
 
 SFI = SfiConfig()
@@ -48,11 +57,15 @@ def decode(s: Setting, page: int = 1, splits: int | None = None) -> Problem:
     table, rows = (pool.table, pool.rows) if page == 1 else (pool.padded, inputs.integers(range(s.batch)))
     lengths = inputs.integers(s.lengths)
     scale = s.head_dim**-0.5
-    splits = splits or pick_splits(s.batch * s.kv_heads, max(s.lengths), s.processors)
+    pieces = None
+    if splits is None:
+        splits, pieces = pick_pieces(s.batch, s.kv_heads, max(s.lengths), s.processors)
     output = inputs.empty(s.batch, s.heads + 1, s.value_dim, dtype=s.dtype)
 
     def call() -> Any:
-        return paged_decode(query, *pool.pair, table, rows, lengths, scale, splits, output[:, : s.heads])
+        return paged_decode(
+            query, *pool.pair, table, rows, lengths, scale, splits, output[:, : s.heads], pieces
+        )
 
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         own = part(s, last)
@@ -121,6 +134,51 @@ def extend(
     seen = sum(f * b + f * (f + 1) // 2 for f, b in zip(fresh, before, strict=True))
     moved = sum(s.lengths) * s.entry_bytes + tokens * s.row_bytes(s.dtype.itemsize)
     moved += 4 * sum(pool.pages) + 4 * (3 * s.batch + 1)
+    return Problem(call, pairs, moved, s.product_flops(seen), partial(output.fill_, float("nan")))
+
+
+def flashinfer_extend(s: Setting, chunk: int = CHUNK) -> Problem:
+    """The same by FlashInfer's kernels, as the engine plans them, the rows' own keys in the pool.
+
+    Raises:
+        NotImplementedError: for what the engine gives to Triton, with the reason.
+    """
+    from fathom.runtime.sglang_host.flashinfer_prefill import FlashInferPrefill, why_not
+
+    reason = why_not(s.dtype, s.dtype, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.device)
+    if reason:
+        raise NotImplementedError(reason)
+    inputs = Inputs(s)
+    pool = Pool(inputs)
+    fresh = [min(-(-n // 2), max(chunk // s.batch, 1)) for n in s.lengths]
+    tokens, scale = sum(fresh), s.head_dim**-0.5
+    query, output = inputs.normal(tokens, s.heads, s.head_dim), inputs.empty(tokens, s.heads, s.value_dim)
+    output = output.to(s.dtype)
+    entry, bounds = (np.concatenate([[0], np.cumsum(each)]) for each in (s.lengths, fresh))
+    slots = pool.table[1 : 1 + sum(s.lengths), 0].cpu().numpy()
+    view = SpanView(slots.__getitem__, entry, bounds, np.zeros(tokens, np.int64))
+    there = DeviceTables(1, s.batch, sum(s.lengths), tokens, s.device).fill(0, view)
+    made = FlashInferPrefill(1, s.heads, s.kv_heads, s.head_dim, s.dtype, s.device, s.processors)
+
+    def call() -> Any:
+        made.attend(0, view, there, query, pool.pair, scale, output)
+
+    def pairs(_: Any, last: bool) -> Iterator[Pair]:
+        for i in range(s.batch - 1 if last else 0, s.batch):
+            own = slots[int(entry[i]) : int(entry[i + 1])]
+            at = slice(max(int(bounds[i]), int(bounds[i + 1]) - CHECKED_ROWS), int(bounds[i + 1]))
+            keys, values = (held[torch.from_numpy(own).to(s.device).long()].float() for held in pool.pair)
+            yield (
+                "output",
+                output[at],
+                extend_attention_reference(query[at], keys, values, scale)[0],
+                tolerance,
+            )
+
+    tolerance = ATTENTION_TOLERANCE[s.dtype]
+    before = [n - f for n, f in zip(s.lengths, fresh, strict=True)]
+    seen = sum(f * b + f * (f + 1) // 2 for f, b in zip(fresh, before, strict=True))
+    moved = sum(s.lengths) * (s.entry_bytes + 4) + tokens * s.row_bytes(s.dtype.itemsize)
     return Problem(call, pairs, moved, s.product_flops(seen), partial(output.fill_, float("nan")))
 
 

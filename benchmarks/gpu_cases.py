@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +11,15 @@ from typing import Any
 import torch
 import triton
 
-from fathom.benchmarks.gpu_attention import CHUNK, SFI, decode, extend, fast_step, slow_step
+from fathom.benchmarks.gpu_attention import (
+    CHUNK,
+    SFI,
+    decode,
+    extend,
+    fast_step,
+    flashinfer_extend,
+    slow_step,
+)
 from fathom.benchmarks.gpu_inputs import EXACT, SCORE_TOLERANCE, Inputs, Pair, Pool, Problem, Setting, part
 from fathom.kernels import window_scores
 from fathom.kernels.compact_kv import compact_kv, compact_kv_reference
@@ -315,7 +324,7 @@ FEW = {"sink": 2, "recent": 3, "selected": 24}
 """SFI's numbers for ragged lengths, some of them short."""
 RANGES = {"sink": 2, "recent": 3}
 
-OPERATIONS = (
+OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "paged_decode",
         decode,
@@ -355,3 +364,5 @@ OPERATIONS = (
     Operation("pooled_max_scores", lookahead),
     Operation("span_tables", tables, ({}, {"page": 16})),
 )
+if torch.cuda.is_available() and importlib.util.find_spec("flashinfer"):
+    OPERATIONS += (Operation("flashinfer_extend", flashinfer_extend, (), (Form(f"chunk of {CHUNK}"),)),)

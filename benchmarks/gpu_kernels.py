@@ -172,6 +172,8 @@ class Run:
                 self.time(row, problem, relative)
         except torch.OutOfMemoryError:
             self.left_out.append(f"{name} (out of memory)")
+        except NotImplementedError as reason:
+            self.left_out.append(f"{name} ({reason})")
         except Exception as error:
             traceback.print_exc()
             self.fail(f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")

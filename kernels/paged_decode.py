@@ -1,9 +1,11 @@
 """Decode attention on a GPU over a span's page table: one query per request, keys and values read where they lie.
 
-Flash decoding: each request's keys are dealt to a fixed number of programs (splits), whose partial results a second
-kernel merges. The query heads of a KV head are the rows of one tile, so keys and values are loaded once for all of
-them. Grid and scratch depend on shapes alone and lengths are read on the device: a launch can be captured in a CUDA
-graph and replayed with other lengths. ``paged_decode_reference`` is the plain-PyTorch reference.
+Flash decoding: each request's keys are dealt to programs (splits), whose partial results a second kernel merges.
+All programs take about as many keys, so a long request among short ones is cut into more pieces. The query heads of
+a KV head are the rows of one tile, so keys and values are loaded once for all of them. Grid and scratch depend on
+shapes alone and lengths are read on the device: a launch can be captured in a CUDA graph and replayed with other
+lengths.
+``paged_decode_reference`` is the plain-PyTorch reference.
 """
 
 from typing import Any
@@ -15,6 +17,11 @@ import triton.language as tl
 from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
 
 KEYS_PER_BLOCK = 64
+PIECES_PER_PROCESSOR = 4
+"""Programs with keys to read for each multiprocessor. Of 2, 4 and 6 the best on an H100."""
+GRID = 4096
+"""Programs of a launch at most, where that leaves each request `FEWEST_SPLITS`: those without keys cost time."""
+FEWEST_SPLITS = 8
 MIN_KEYS_PER_SPLIT = 256
 MAX_SPLITS = 64
 SPLITS_PER_BLOCK = 16
@@ -58,6 +65,17 @@ def store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALU
 
 
 @triton.jit
+def piece_width(lengths, length, batch, pieces, splits, BLOCK: tl.constexpr):
+    """Keys of a program where those of all requests are cut into ``pieces``, and of one into ``splits`` at most."""
+    total = tl.zeros((), tl.int64)
+    for start in range(0, batch, 128):
+        i = start + tl.arange(0, 128)
+        total += tl.sum(tl.load(lengths + i, mask=i < batch, other=0).to(tl.int64), 0)
+    wanted = tl.minimum(tl.cdiv(total, pieces), length).to(tl.int32)
+    return tl.cdiv(tl.maximum(wanted, tl.cdiv(length, splits)), BLOCK) * BLOCK
+
+
+@triton.jit(do_not_specialize=["pieces"])
 def _decode_kernel(
     query,
     keys,
@@ -80,6 +98,7 @@ def _decode_kernel(
     o_stride_head,
     o_stride_split,
     table_stride,
+    pieces,
     GROUP: tl.constexpr,
     GROUP_P: tl.constexpr,
     DIM: tl.constexpr,
@@ -93,31 +112,36 @@ def _decode_kernel(
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, splits = tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + request)
-    width = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    end = tl.minimum((split + 1) * width, length)
+    width = piece_width(lengths, length, tl.num_programs(0), pieces, splits, BLOCK)
+    first = split * width
+    end = tl.minimum(first + width, length)
     line, d, e = tl.arange(0, GROUP_P), tl.arange(0, DIM_P), tl.arange(0, VALUE_DIM_P)
     head, exists = kv_head * GROUP + line, line < GROUP
-    q_place = request * q_stride_request + head[:, None] * q_stride_head + d[None, :]
-    q = tl.load(query + q_place, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
-    table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
-    top = tl.full([GROUP_P], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_P], tl.float32)
-    acc = tl.zeros([GROUP_P, VALUE_DIM_P], tl.float32)
-    for start in range(split * width, end, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        there = position < end
-        page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
-        place = position % PAGE
-        k = load_entries(
-            keys, page, place, there, kv_head, k_stride_page, k_stride_slot, k_stride_head, d, DIM
-        )
-        v = load_entries(
-            values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
-        )
-        top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
-    o_place = request * o_stride_request + head * o_stride_head + split * o_stride_split
     lse_place = (request * tl.num_programs(1) * GROUP + head) * splits + split
-    store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM)
+    if (first < end) | (splits == 1):
+        q_place = request * q_stride_request + head[:, None] * q_stride_head + d[None, :]
+        q = tl.load(query + q_place, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
+        table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
+        top = tl.full([GROUP_P], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_P], tl.float32)
+        acc = tl.zeros([GROUP_P, VALUE_DIM_P], tl.float32)
+        for start in range(first, end, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            there = position < end
+            page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
+            place = position % PAGE
+            k = load_entries(
+                keys, page, place, there, kv_head, k_stride_page, k_stride_slot, k_stride_head, d, DIM
+            )
+            v = load_entries(
+                values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
+            )
+            top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
+        o_place = request * o_stride_request + head * o_stride_head + split * o_stride_split
+        store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM)
+    else:
+        # What nobody computed nobody reads: the merge looks at the sums first.
+        tl.store(lse + lse_place, tl.full([GROUP_P], float("-inf"), tl.float32), mask=exists)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -169,6 +193,19 @@ def pick_splits(programs: int, max_length: int, processors: int) -> int:
     return max(1, min(wanted, triton.cdiv(max_length, MIN_KEYS_PER_SPLIT), MAX_SPLITS))
 
 
+def pick_pieces(batch: int, kv_heads: int, max_length: int, processors: int) -> tuple[int, int]:
+    """How a decode launch is cut, from shapes alone.
+
+    Returns:
+        Programs of a request and KV head at most, and the pieces that the keys of all requests are cut into.
+    """
+    splits = min(max(GRID // max(batch * kv_heads, 1), FEWEST_SPLITS), MAX_SPLITS)
+    return (
+        max(min(splits, triton.cdiv(max_length, KEYS_PER_BLOCK)), 1),
+        triton.cdiv(PIECES_PER_PROCESSOR * processors, kv_heads),
+    )
+
+
 def paged_decode(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -179,6 +216,7 @@ def paged_decode(
     scale: float,
     splits: int,
     output: torch.Tensor | None = None,
+    pieces: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per request over the KV entries that a page table names.
 
@@ -192,8 +230,10 @@ def paged_decode(
         lengths: [batch] int32, keys of each request, its own new token included; 0 gives output 0 and log-sum-exp
             -inf.
         scale: factor on the dot products.
-        splits: programs per request and KV head (:func:`pick_splits`).
+        splits: programs per request and KV head at most (:func:`pick_pieces`).
         output: [batch, heads, value_dim] to write to, last dimension contiguous; by default new, float32.
+        pieces: for each KV head, into which the keys of all requests are cut, each as its length is; by default
+            ``splits`` for each request on average.
 
     Returns:
         output, and the log-sum-exp of the scaled scores, [batch, heads] float32.
@@ -205,7 +245,8 @@ def paged_decode(
     _decode_kernel[(batch, kv_heads, splits)](
         query, keys, values, page_table, rows, lengths, result.first, result.first_lse, scale * LOG2_E,
         query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3], *result.strides,
-        page_table.stride(0), **_constants(heads // kv_heads, query.shape[2], value_dim, keys.shape[1]), **_WARPS,
+        page_table.stride(0), pieces or batch * splits,
+        **_constants(heads // kv_heads, query.shape[2], value_dim, keys.shape[1]), **_WARPS,
     )  # fmt: skip
     return result.merged()
 

@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
-from fathom.kernels.paged_decode import KEYS_PER_BLOCK, MAX_SPLITS, Result
+from fathom.kernels.paged_decode import Result, pick_pieces
 
+LONGEST = 1 << 20
+"""Keys of a row in both segments, for all that a launch knows."""
 FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
 
 
@@ -154,13 +156,21 @@ def _fold(q, k, v, visible, scale, top, total, acc):
 
 
 @triton.jit
+def _counts(packed, i, there):
+    """Keys that requests read in both segments."""
+    field = packed + i * 6
+    begin, end = tl.load(field + 1, mask=there, other=0), tl.load(field + 2, mask=there, other=0)
+    return tl.load(field + 4, mask=there, other=0) + end - begin
+
+
+@triton.jit(do_not_specialize=["pieces"])
 def _segments_kernel(
     query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
     pitch, scale, stride_query_batch, stride_query_window, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
     stride_partial_row, stride_partial_head, stride_partial_share,
-    stride_table_row, least,
+    stride_table_row, pieces,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     EVIDENCE: tl.constexpr, THERE: tl.constexpr,
@@ -172,13 +182,25 @@ def _segments_kernel(
     row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
     compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
     count = length + end - begin
-    share = tl.maximum(tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK, least)
+    # All programs that have keys take about as many: a row that reads everything has many, others have one or two.
+    everyone = tl.zeros((), tl.int64)
+    for start in range(0, tl.num_programs(0), 128):
+        i = start + tl.arange(0, 128)
+        everyone += tl.sum(_counts(packed, i, i < tl.num_programs(0)).to(tl.int64), 0)
+    wanted = tl.minimum(tl.cdiv(everyone, pieces), count).to(tl.int32)
+    share = tl.cdiv(tl.maximum(wanted, tl.cdiv(count, shares)), BLOCK) * BLOCK
     first = part * share
     last = tl.minimum(first + share, count)
 
     r = tl.arange(0, ROWS)
     head, w = h * GROUP + r // WINDOW, r % WINDOW
     real = r < GROUP * WINDOW
+    token = b.to(tl.int64) * WINDOW + w
+    lse_at = partial_lse + (token * (tl.num_programs(1) * GROUP) + head) * shares + part
+    if (first >= last) & (shares > 1):
+        # What nobody computed nobody reads: the merge looks at the sums first.
+        tl.store(lse_at, tl.full((ROWS,), float("-inf"), tl.float32), mask=real)
+        return
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     in_d, in_v = d < HEAD_DIM, dv < VALUE_DIM
     q_at = b.to(tl.int64) * stride_query_batch + w * stride_query_window + head * stride_query_head
@@ -222,37 +244,24 @@ def _segments_kernel(
             tl.store(norms + kept_head * width + index, norm, mask=there)
 
     safe = tl.where(total > 0, total, 1.0)
-    token = b.to(tl.int64) * WINDOW + w
-    at = token * (tl.num_programs(1) * GROUP) + head
-    tl.store(
-        partial_lse + at * shares + part, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real
-    )
-    # A share without keys leaves nothing that anybody reads, unless it is the only one.
-    written = r < tl.where(first < last, GROUP * WINDOW, tl.where(shares == 1, GROUP * WINDOW, 0))
+    tl.store(lse_at, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real)
     at = token * stride_partial_row + head * stride_partial_head + part * stride_partial_share
     result = (acc / safe[:, None]).to(partial.dtype.element_ty)
-    tl.store(partial + at[:, None] + dv[None, :], result, mask=written[:, None] & in_v[None, :])
+    tl.store(partial + at[:, None] + dv[None, :], result, mask=real[:, None] & in_v[None, :])
 
 
-def _shares(batch: int, kv_heads: int, device: torch.device) -> tuple[int, int]:
-    """Most shares per (request, KV head), and the fewest keys of one; from shapes alone.
-
-    One long row among short ones fills the device by itself. Where many rows fill it together, none is cut small.
-    Not measured on a GPU.
-    """
-    processors = (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    )
-    tiles = max(batch * kv_heads, 1)
-    wanted = max(2 * processors // tiles, processors // kv_heads, 1)
-    return min(triton.next_power_of_2(wanted), MAX_SPLITS), KEYS_PER_BLOCK * min(max(tiles // 16, 1), 8)
+PLAIN, WITH_EVIDENCE = (32, 4, 3), (32, 4, 2)
+"""Keys per block, warps and stages for up to 16 rows of 16-bit numbers, 128 wide; the best of four on an H100. With
+evidence of 64 keys the norms alone take 64 registers, and only two programs fit on a multiprocessor."""
 
 
-def _tile(rows: int, dim: int, itemsize: int) -> tuple[int, dict[str, int]]:
+def _tile(rows: int, dim: int, itemsize: int, evidence: bool) -> tuple[int, dict[str, int]]:
     """Keys per block, warps and stages with which nothing spills; ``dim`` is a head's, of keys or values."""
     many = rows > 16
-    block = (32 if many or dim > 128 else 64) if itemsize == 2 else 16
-    return block, {"num_warps": 8 if many else 4, "num_stages": 2}
+    if not many and dim <= 128 and itemsize == 2:
+        block, warps, stages = WITH_EVIDENCE if evidence else PLAIN
+        return block, {"num_warps": warps, "num_stages": stages}
+    return 32 if itemsize == 2 else 16, {"num_warps": 8 if many else 4, "num_stages": 2}
 
 
 def two_segment_attention_triton(
@@ -267,10 +276,13 @@ def two_segment_attention_triton(
     """:func:`two_segment_attention` in two launches, one where there is one share."""
     batch, window, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
-    group, (shares, least) = heads // kv_heads, _shares(batch, kv_heads, query.device)
+    group, processors = heads // kv_heads, 8
+    if query.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
-    block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize)
+    block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize, evidence is not None)
     result = Result(query.flatten(0, 1), value_dim, shares, None)
     lse = result.first_lse
     logits, norms, pitch = lse, lse, 0
@@ -282,7 +294,7 @@ def two_segment_attention_triton(
     _segments_kernel[(batch, kv_heads, shares)](
         query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, pitch, scale,
         *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
-        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), least,
+        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), pieces,
         GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
         EVIDENCE=evidence is not None, THERE=isinstance(pitch, torch.Tensor), **options,
@@ -294,6 +306,7 @@ def two_segment_attention_triton(
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Label, kernel, signature, constants and options of typical launches, for compilation without a device."""
     shapes = [  # dtype, group, window, rows, head_dim, evidence, captured
+        ("bf16", 4, 1, 16, 128, False, False),
         ("bf16", 4, 1, 16, 128, True, False),
         ("bf16", 4, 1, 16, 128, True, True),
         ("bf16", 4, 16, 64, 128, True, False),
@@ -305,7 +318,7 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
     results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
     for dtype, group, window, rows, dim, evidence, captured in shapes:
         padded = triton.next_power_of_2(dim)
-        block, options = _tile(rows, dim, 4 if dtype == "fp32" else 2)
+        block, options = _tile(rows, dim, 4 if dtype == "fp32" else 2, evidence)
         constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
         constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
         constants |= {"EVIDENCE": evidence, "THERE": captured}

@@ -21,6 +21,7 @@ from fathom.runtime.sglang_host.decode_graphs import captured_rows
 from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS, bytes_per_slot
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.slow_fast import SETTINGS, gpu_bytes
+from fathom.runtime.sglang_host.triton_attention import SHARED
 
 MOST_REQUESTS = 4096
 """Request rows that SGLang makes at most where it is not told how many."""
@@ -46,10 +47,10 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     """What a target's worker and its draft's need, their models loaded.
 
     A token of the pool has a physical slot per span, and some virtual ones. With pages of one token each physical
-    one has an entry per span in the lists of a step, and one in a private table; a virtual one has an entry per
-    span in the shared map, and a slot of the draft's. Entries have 4 bytes. Private tables and shared map lie twice
-    on the device while there come to be more blocks (``kv/mirror.py``): 4 · spans · (spans + 2 · (1 + virtual)) a
-    token. So does the directory of the blocks: 8 · spans · request rows · blocks of a context.
+    one has ``SHARED`` entries per span in the lists of a step, and one in a private table; a virtual one has an
+    entry per span in the shared map, and a slot of the draft's. Entries have 4 bytes. Private tables and shared map
+    lie twice on the device while there come to be more blocks (``kv/mirror.py``): 4 · spans · (SHARED · spans +
+    2 · (1 + virtual)) a token. So does the directory of the blocks: 8 · spans · request rows · blocks of a context.
     """
     config, runner = worker.model_config, worker.model_runner
     layers = runner.layer_info.num_effective_layers
@@ -73,13 +74,13 @@ def reserve_of(worker: Any, draft: Any | None) -> Reserve:
     fixed += flashinfer_prefill.reserved_bytes(runner, spans)
     rows = get_schedule().max_running_requests or MOST_REQUESTS
     fixed += 8 * spans * rows * -(-config.context_len // BLOCK)
-    tables = 4 * spans * (spans + 2 * (1 + virtual))
+    tables = 4 * spans * (SHARED * spans + 2 * (1 + virtual))
     if draft is None:
         return Reserve(fixed, tables)
-    slot = bytes_per_slot(draft)
+    slot, lists = bytes_per_slot(draft), 4 * SHARED
     fixed += flashinfer_prefill.reserved_bytes(draft.model_runner, 1)
     fixed += captured_rows() * captured_row_bytes(config, draft)
-    return Reserve(fixed + SCRATCH_SLOTS * slot, tables + virtual * slot)
+    return Reserve(fixed + SCRATCH_SLOTS * slot, tables + virtual * (slot + lists))
 
 
 def captured_row_bytes(target: Any, draft: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 
 from fathom.kernels.dispatch import runs_triton
-from fathom.kernels.paged_decode import paged_decode, pick_splits
+from fathom.kernels.paged_decode import paged_decode, pick_pieces, pick_splits
 from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
 from fathom.kernels.span_tables import BLOCK, span_tables
 from fathom.runtime.captured import CapturedStep
@@ -36,6 +36,9 @@ DENSE, ALTERNATING, RENEWING, SEVERAL = "dense", "alternating", "renewing", "sev
 """What is captured: steps of requests that read everything, of such as alternate, of such as choose anew, and
 passes over several tokens of requests that read everything."""
 
+SHARED = 4
+"""Entries that the tables of a captured step may name for each slot of the pool: requests share prefixes. A step
+that names more is not replayed."""
 MOST_NEW = 1 + MOST_DRAFTED
 """Tokens of a request in a captured pass."""
 USUAL_NEW = 8
@@ -73,9 +76,9 @@ class TritonAttentionBackend(SpanAttentionBackend):
             )
         rows, self.longest = self.req_to_token.shape
         device = self.req_to_token.device
-        # Where prefixes are shared, the tables of a step may name more entries than there are slots.
         spans = getattr(self.token_to_kv_pool, "spans", 1)
-        self.tables = DeviceTables(spans, rows, max(self.token_to_kv_pool.size, self.longest), rows, device)
+        entries = SHARED * max(self.token_to_kv_pool.size, self.longest)
+        self.tables = DeviceTables(spans, rows, entries, rows, device)
         self.flashinfer, reason = flashinfer_prefill.choose(model_runner, spans, device)
         self.prefill_attention = f"Triton: {reason}" if reason else "FlashInfer"
         self.runner = model_runner
@@ -242,7 +245,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             )
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         # From shapes alone: a captured launch serves any lengths.
-        splits = pick_splits(len(query) * layer.tp_k_head_num, self.longest, self.processors)
+        splits, pieces = pick_pieces(len(query), layer.tp_k_head_num, self.longest, self.processors)
         paged_decode(
             query,
             *self._pool(layer),
@@ -252,6 +255,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             layer.scaling,
             splits,
             output,
+            pieces,
         )
         return output
 

@@ -74,8 +74,9 @@ def wrong(*given):
     return output, lse
 
 def half(*given):
-    query, keys, values, table, rows, lengths, scale, splits, output = given
-    _, lse = decode(query[:-1], keys, values, table, rows[:-1], lengths[:-1], scale, splits, output[:-1])
+    query, keys, values, table, rows, lengths, scale, splits, output, pieces = given
+    first = query[:-1], keys, values, table, rows[:-1], lengths[:-1]
+    _, lse = decode(*first, scale, splits, output[:-1], pieces)
     return output, gpu_attention.torch.cat((lse, lse[:1]))
 
 def broken(*given):

@@ -182,7 +182,7 @@ def test_steps_ask_for_nothing_that_was_not_compiled_at_start(forms, heads, kv_h
         server.prefill([0, 333, 64, 5000, 7][:batch], [301, 13, 9, 2, 1][:batch])
         check(f"prefill of {batch} requests")
     grown = server.backend.tables.grown
-    server.prefill([30000] * 4, [9] * 4)
+    server.prefill([30000] * ROWS, [9] * ROWS)
     assert server.backend.tables.grown > grown
     check("prefixes that are shared by so many that the tables grow")
     for rows in range(1, 9):

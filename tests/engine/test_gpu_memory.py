@@ -75,13 +75,14 @@ def test_everything_beside_the_pool_is_counted(layout, monkeypatch):
     evidence = max(256 * MIB, RING_SLOTS * 4 * 32768 * (32 + 8))
     directory = 4 * 4096 * (32768 // 256) * 4
     assert alone.fixed == compact + evidence + 2 * 1000 * 4096 * 2 + 2 * directory
-    # A step's lists; twice, while blocks are added: virtual slots at each span in the shared map, private tables.
-    tables = 4 * (4 * 4 + 2 * (4 * 4 + 4))
+    # A step's lists, in which a slot may be named four times. Twice, while blocks are added: virtual slots at each
+    # span in the shared map, private tables.
+    tables = 4 * (4 * 4 * 4 + 2 * (4 * 4 + 4))
     assert alone.per_token == tables
     drafted = gpu_memory.reserve_of(worker(32), worker(16, head_dim=64))
     slot = 2 * 16 * 8 * 64 * 2
     # Two virtual slots where there was one per span.
-    assert drafted.per_token == tables - 2 * 4 * 2 * 4 + 2 * slot
+    assert drafted.per_token == tables - 2 * 4 * 2 * 4 + 2 * (slot + 4 * 4)
     assert drafted.fixed - alone.fixed == SCRATCH_SLOTS * slot
 
 

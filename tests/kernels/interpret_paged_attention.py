@@ -83,7 +83,9 @@ def compare_decode(lengths, heads, kv_heads, dim, dtype, page, splits):
     assert got[0].dtype == FP32
     assert got[1].isneginf().any(1).tolist() == [length == 0 for length in lengths]
     into = torch.full((len(lengths), heads + 1, value_dim(dim)), 7.0, dtype=dtype)
-    check(paged_decode(*arguments, splits, into[:, :heads]), want, dtype)
+    # Cut by length: one piece for all, or more than there are splits for.
+    for pieces in (1, 2, 9):
+        check(paged_decode(*arguments, splits, into[:, :heads], pieces), want, dtype)
     assert (into[:, heads] == 7).all()
 
 

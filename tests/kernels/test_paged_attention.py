@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fathom.kernels.extend_attention import merge_segments
-from fathom.kernels.paged_decode import MAX_SPLITS, paged_decode_reference, pick_splits
+from fathom.kernels.paged_decode import MAX_SPLITS, paged_decode_reference, pick_pieces, pick_splits
 from fathom.kernels.paged_extend import paged_extend_reference
 
 
@@ -81,3 +81,18 @@ def test_a_request_without_keys_merges_as_nothing():
 )
 def test_splits(programs, length, processors, splits):
     assert pick_splits(programs, length, processors) == splits
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "length", "cut"),
+    [
+        (1, 8, 131072, (MAX_SPLITS, 66)),  # of Llama-3.1-8B on an H100: four programs per processor
+        (16, 8, 131072, (32, 66)),  # one long request among 16 has 256 of them
+        (256, 8, 131072, (8, 66)),
+        (1, 8, 300, (5, 66)),  # no more than there are blocks of keys
+        (1, 1, 1, (1, 528)),
+        (0, 8, 0, (1, 66)),
+    ],
+)
+def test_a_decode_launch_is_cut_by_its_shape(batch, kv_heads, length, cut):
+    assert pick_pieces(batch, kv_heads, length, 132) == cut
