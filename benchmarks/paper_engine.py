@@ -4,6 +4,7 @@ What SGLang runs on is decided once per process (``runtime/sglang_host/platform.
 SGLang's own are never started in the same one.
 """
 
+import json
 import multiprocessing
 import os
 import random
@@ -11,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fathom.benchmarks.client import BenchError
@@ -44,6 +45,8 @@ class Work:
         cached: compute the prompts before the clock starts, so that decoding alone is timed.
         documents: different prompts in a batch; 0 for all of them. Requests with the same one share its KV.
         warm_up: tokens of the prompts of the round that does not count; 0 for as many as are measured.
+        cells: file to which each cell is added, as a line of JSON, when it is measured: a run that is cut short
+            leaves them. "" for none.
     """
 
     lengths: Sequence[int]
@@ -55,6 +58,7 @@ class Work:
     cached: bool = False
     documents: int = 0
     warm_up: int = 0
+    cells: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,16 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
             check(way, timed)
             if turn >= 0:
                 taken[name].append(cell_of(timed))
+                note(work.cells, {"prompt": length, "variant": name, "round": turn + 1}, taken[name][-1])
         print(f"  {length} tokens, round {turn + 1} of {work.rounds}", file=sys.stderr, flush=True)
     return {name: median_of(cells) for name, cells in taken.items()}
+
+
+def note(file: str, where: dict[str, Any], cell: Cell) -> None:
+    """Add a line to a file of cells, if there is to be one."""
+    if file:
+        with open(file, "a") as lines:
+            lines.write(json.dumps(where | asdict(cell)) + "\n")
 
 
 def check(way: Variant, timed: Sequence[Any]) -> None:

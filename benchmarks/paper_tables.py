@@ -31,6 +31,9 @@ from fathom.runtime.config import Policy  # noqa: E402
 from fathom.runtime.plan import choose_span, choose_tsp_layer  # noqa: E402
 from fathom.runtime.sfi import options as sfi_options  # noqa: E402
 
+KEEP_RATES = (0.1, 0.3, 0.5)
+DRAFTED = {"specprefill", "combination"}
+"""Tables that need a draft."""
 TABLES = ("speed", "fastkv", "specprefill", "combination", "sfi", "kernels")
 STOCK, DENSE = "sglang", "dense"
 
@@ -65,11 +68,14 @@ def anything(account: dict[str, Any]) -> bool:
     return True
 
 
-def variants(layers: int, span: int, wanted: Sequence[str], cutoffs: Sequence[int]) -> list[Variant]:
+def variants(
+    layers: int, span: int, wanted: Sequence[str], cutoffs: Sequence[int], rates: Sequence[float]
+) -> list[Variant]:
     """What the tables on the target compare; the first is the dense baseline.
 
     Args:
         span: layers per depth page; SPEED's cutoffs, of 32 layers, are scaled and rounded to it.
+        rates: parts of the prompt that SpecPrefill keeps.
     """
     found = [Variant(DENSE, Policy(), whole)]
     if "speed" in wanted:
@@ -80,7 +86,7 @@ def variants(layers: int, span: int, wanted: Sequence[str], cutoffs: Sequence[in
         policy = Policy(tsp_rate=0.2, kv_retention_rate=0.1)
         found.append(Variant("fastkv", policy, partial(fewer, name="propagated_tokens")))
     if "specprefill" in wanted:
-        for rate in (0.1, 0.3, 0.5):
+        for rate in rates:
             policy = Policy(prefill_keep_rate=rate, min_prompt_tokens=0)
             found.append(Variant(f"specprefill-{rate}", policy, partial(fewer, name="kept_tokens")))
     if "combination" in wanted:
@@ -320,6 +326,14 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help="layers per depth page (default: SPEED's cutoffs are boundaries of the target)",
     )
+    result.add_argument(
+        "--keep-rates",
+        type=float,
+        nargs="+",
+        default=list(KEEP_RATES),
+        metavar="RATE",
+        help="parts of the prompt that SpecPrefill keeps, above 0 and below 1 (default: %(default)s)",
+    )
     result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
     result.add_argument("--seed", type=int, default=0)
     sfi_options.add_arguments(result)
@@ -378,7 +392,10 @@ def run_group(
 
 def main(argv: Sequence[str]) -> int:
     """Measure what was asked for and print it; the exit status."""
-    args = parser().parse_args(argv)
+    command = parser()
+    args = command.parse_args(argv)
+    if not all(0 < rate < 1 for rate in args.keep_rates):
+        command.error(f"--keep-rates: above 0 and below 1, not {args.keep_rates}")
     report, begin = Report(), time.time()
     target = paper_shapes.sized(args.target)
     draft = paper_shapes.sized(args.draft, target.vocab)
@@ -388,10 +405,16 @@ def main(argv: Sequence[str]) -> int:
         f"{name}_cost": cost.ModelShape.from_config(size.config(1, args.dtype))
         for name, size in (("target", target), ("draft", draft))
     }
+    cells = "" if args.out is None else str(args.out.with_suffix(".cells.jsonl"))
+    if cells:
+        Path(cells).unlink(missing_ok=True)
     gpu, reports = machine()["gpu"] is not None, list[dict[str, Any]]()
 
     def leave(complete: bool = False) -> None:
-        """What has been measured so far: a run that is cut short leaves it too."""
+        """What has been measured so far: a run that is cut short leaves it too.
+
+        Within a group of engines, their cells are what there is.
+        """
         if args.out is not None:
             facts = {"machine": machine(), "command": list(argv), "seconds": round(time.time() - begin, 1)}
             facts |= {"complete": complete, "engines": reports, "tables": report.tables}
@@ -399,10 +422,11 @@ def main(argv: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder, Processes(gpu) as started:
         if set(args.tables) & {"speed", "fastkv", "specprefill", "combination"}:
-            ways = variants(target.layers, span, args.tables, args.speed_cutoffs)
-            engines = setups(target, draft, span, Path(folder) / "main", args, gpu)
+            ways = variants(target.layers, span, args.tables, args.speed_cutoffs, args.keep_rates)
+            drafts = draft if DRAFTED & set(args.tables) else None
+            engines = setups(target, drafts, span, Path(folder) / "main", args, gpu)
             size = args.batch, args.output, args.rounds, target.vocab, args.seed
-            work = Work(args.lengths, *size, warm_up=args.warm_up)
+            work = Work(args.lengths, *size, warm_up=args.warm_up, cells=cells)
             tsp_layer = choose_tsp_layer(target.layers, span, None)
             limits = limits_of(
                 ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=tsp_layer
@@ -418,7 +442,7 @@ def main(argv: Sequence[str]) -> int:
             sfi_span = choose_span(sfi_target.layers, args.depth_span)
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
-            work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up)
+            work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up, cells)
             numbers = sfi_options.from_arguments(args).config
             reads = cost.SlowFast(
                 1 / (1 + numbers.refresh_budget), numbers.sink, numbers.recent, numbers.selected

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 
 from fathom.runtime import config
+from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
 from fathom.server import bounds
 from fathom.server.context import CURRENT, Face, RequestContext, public
@@ -30,8 +31,6 @@ POLICY_KEY = "fathom"
 
 PROTECTED_KEY = "fathom_protected"
 """Member of ``custom_params`` that holds the token ranges a selection must keep."""
-
-CACHE_KEY_PREFIX = "fathom/"
 
 MOST_LOGGED = 3
 """SGLang's highest level of logging requests (``--log-requests-level``)."""
@@ -362,21 +361,3 @@ def _with_policy(
     if protected:
         sampling["custom_params"][PROTECTED_KEY] = [list(span) for span in protected]
     return sampling
-
-
-def cache_key(extra_key: str | None, policy: Policy) -> str | None:
-    """The prefix cache's key: KV altered by a policy is never found under another one.
-
-    The exact policy leaves the client's key as it is. Applying one policy twice changes nothing.
-
-    Raises:
-        ValueError: for a key that claims another policy's name space.
-    """
-    name = policy.fingerprint()
-    prefix = "" if name == "exact" else f"{CACHE_KEY_PREFIX}{name}/"
-    key = extra_key if isinstance(extra_key, str) else ""
-    if key.startswith(CACHE_KEY_PREFIX):
-        if prefix and key.startswith(prefix):
-            return key
-        raise ValueError(f'extra_key must not start with "{CACHE_KEY_PREFIX}": it is reserved')
-    return prefix + key if prefix else extra_key

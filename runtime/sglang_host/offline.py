@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sglang_host import engine_args, process
 
+FLUSH_SECONDS = 30.0
 POLICY_KEY = "fathom"
 """Member of ``custom_params`` that holds a policy, and of an answer's ``meta_info`` that holds the account."""
 
@@ -97,20 +99,24 @@ class OfflineEngine:
             policy: of every request; None for requests that carry none, as stock SGLang knows them.
         """
         sampling: dict[str, Any] = {"max_new_tokens": output, "ignore_eos": True, "temperature": 0.0}
+        key = None
         if policy is not None:
             sampling["custom_params"] = {POLICY_KEY: policy.to_wire()}
-        return self._engine.loop.run_until_complete(self._all(prompts, sampling))
+            key = cache_key(None, policy)
+        return self._engine.loop.run_until_complete(self._all(prompts, sampling, key))
 
-    async def _all(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[Timed]:
+    async def _all(
+        self, prompts: Sequence[list[int]], sampling: dict[str, Any], key: str | None
+    ) -> list[Timed]:
         begin = time.perf_counter()
-        return list(await asyncio.gather(*(self._one(prompt, sampling, begin) for prompt in prompts)))
+        return list(await asyncio.gather(*(self._one(prompt, sampling, key, begin) for prompt in prompts)))
 
-    async def _one(self, prompt: list[int], sampling: dict[str, Any], begin: float) -> Timed:
-        stream = await self._engine.async_generate(
-            input_ids=prompt, sampling_params=dict(sampling), stream=True
-        )
+    async def _one(self, prompt: list[int], sampling: dict[str, Any], key: str | None, begin: float) -> Timed:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        asked = GenerateReqInput(input_ids=prompt, sampling_params=dict(sampling), stream=True, extra_key=key)
         first, meta = 0.0, {}
-        async for answer in stream:
+        async for answer in self._engine.tokenizer_manager.generate_request(asked, None):
             meta = answer["meta_info"]
             first = first or time.perf_counter() - begin
         # SGLang's own manager gathers what each output reported: one account, at the end.
@@ -118,8 +124,16 @@ class OfflineEngine:
         return Timed(first, time.perf_counter() - begin, meta["completion_tokens"], account)
 
     def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._engine.flush_cache()
+        """Empty the prefix cache.
+
+        The scheduler lets go of a request a little after its last output is here: it is given time.
+
+        Raises:
+            RuntimeError: when it does not.
+        """
+        manager, loop = self._engine.tokenizer_manager, self._engine.loop
+        if not loop.run_until_complete(manager.flush_cache(timeout_s=FLUSH_SECONDS)).success:
+            raise RuntimeError(f"the prefix cache could not be emptied within {FLUSH_SECONDS} s")
 
     def stop(self) -> None:
         """End the engine's processes."""

@@ -53,7 +53,7 @@ def written(tmp_path_factory):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(out.read_text())
     assert all(f"### {title}" in done.stdout for title in found["tables"])
-    return found
+    return found | {"cells": list(map(json.loads, out.with_suffix(".cells.jsonl").read_text().splitlines()))}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,31 @@ def test_depth_pages_on_a_gpu_are_asked_for_by_our_engine_alone(monkeypatch, gpu
     with paper_engine.Processes(gpu) as started:
         assert started.run(Setup([], stock), [Variant("x", None, bool)], work) == ({}, {})
     assert seen == [(stock, depth_pages)]
+
+
+def test_each_cell_is_left_when_it_is_measured(written):
+    """A run that is cut short within a group of engines has them."""
+    cells = written["cells"]
+    assert all(cell["prompt"] == 384 and cell["round"] == 1 and cell["ttft"] > 0 for cell in cells)
+    (fastkv,) = (cell for cell in cells if cell["variant"] == "fastkv")
+    (row,) = written["tables"]["FastKV, Figure 4: prefill and decode"]
+    assert fastkv["ttft"] == row["TTFT s"] and fastkv["account"]["propagated_tokens"] < 384
+    assert {"sglang", "dense", "slow_fast", "combination", "specprefill-0.3"} < {
+        cell["variant"] for cell in cells
+    }
+
+
+def test_a_warm_up_may_be_shorter_than_what_is_measured():
+    work = Work([9], batch=2, output=2, rounds=1, vocab=512, seed=0, warm_up=4)
+    lengths = [list(map(len, paper_engine.prompts_of(9, work, turn))) for turn in (-1, 0, 1)]
+    assert lengths == [[4, 4], [9, 9], [9, 9]]
+
+
+def test_what_is_compared_may_be_less():
+    names = [way.name for way in paper_tables.variants(32, 4, ("speed", "specprefill"), [24], [0.1])]
+    assert names == ["dense", "speed-24", "specprefill-0.1"]
+    with pytest.raises(SystemExit):
+        paper_tables.main(["--keep-rates", "0.1", "1"])
 
 
 def test_kv_saved_is_what_the_cutoff_says(tables):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime import config
+from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server.context import Face, RequestContext
@@ -19,7 +20,7 @@ torchvision_ops.declare()
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
 from fathom.server import tokenizer_manager as ours  # noqa: E402
-from fathom.server.tokenizer_manager import FathomTokenizerManager, apply_policy, cache_key  # noqa: E402
+from fathom.server.tokenizer_manager import FathomTokenizerManager, apply_policy  # noqa: E402
 
 EXACT = Policy()
 DEEP = Policy(preset=config.CUSTOM, depth_cutoff=4)
