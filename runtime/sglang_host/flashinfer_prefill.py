@@ -28,7 +28,7 @@ NO_GPU = "FlashInfer needs an NVIDIA GPU"
 HEAD_DIMS = (64, 128, 256)
 FEW_ROWS = 16
 """Up to so many query rows per segment a step is about reading KV: FlashInfer's kernels for sm_90 give a segment
-one program per head and 128 rows, however long it is; Triton's split its entries. Not measured."""
+one program per head and 128 rows, however long it is; Triton's split its entries. Where they meet is not known."""
 PLAN_BYTES = (8 << 20) + 4 * 32768
 """On the device, of each wrapper: its integer workspace and its buffer of lengths."""
 FAR = 0.05

@@ -56,7 +56,7 @@ class FathomCpuPlatform(CpuDeviceMixin, DepthPagePlatform):
 
 
 class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
-    """An NVIDIA GPU. Not run on one yet."""
+    """An NVIDIA GPU."""
 
     _enum = PlatformEnum.OOT
 

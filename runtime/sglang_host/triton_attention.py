@@ -138,7 +138,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         """Whether a captured step can take the place of a decode step, or of the pass that is given.
 
         A captured step is the model's own forward, of which nobody sees the layers. Its buffers are the first ones,
-        which hold as many entries as the pool has slots.
+        which hold ``SHARED`` entries for each slot of the pool.
 
         Args:
             entries: tokens of all requests.
