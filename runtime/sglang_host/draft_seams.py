@@ -167,9 +167,9 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         f"{PROCESSOR}.process_batch_result_prefill",
         "override",
-        "a prompt's first tokens may be several",
+        "a prompt's first tokens may be several; until a chunk before its last is processed, the request says so",
         "batch result",
-        reads_attributes("output_ids append update_finish_state"),
+        reads_attributes("output_ids append update_finish_state inflight_middle_chunks"),
     ),
     relies_on(SCHEDULER, f"{PROCESSOR}._accept_grammar_tokens", "call", "takes several tokens", "req tokens"),
     relies_on(
