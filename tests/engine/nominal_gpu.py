@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from fathom.kernels import selector_scores, stable_top_k  # noqa: E402
+from fathom.kernels import paged_decode, selector_scores, stable_top_k  # noqa: E402
 from fathom.runtime.sglang_host import (  # noqa: E402
     compression,
     decode_graphs,
@@ -300,6 +300,7 @@ def install():
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     stable_top_k.PARTS = 2
+    paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
     for place, names in (
         (tails.Tails, ("take", "shrink")),
         (speculation, ("_choose", "_judged", "settle")),

@@ -187,9 +187,9 @@ def tables_of_a_step() -> None:
     assert int(slots.min()) > WRAPS - (1 << 16)
 
 
-selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = (
-    2  # the interpreter runs one program after the other
-)
+# The interpreter runs one program after the other.
+selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
+paged_decode.GRID = paged_decode.FEWEST_SPLITS = 4
 CASES = attention, scores_of_a_window, copies, selection, tables_of_a_step
 torch.manual_seed(0)
 for case in CASES:

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import torch
 from triton.knobs import runtime
 
-from fathom.kernels import pack_segment, selector_scores, stable_top_k, two_segment_attention
+from fathom.kernels import (
+    pack_segment,
+    paged_decode,
+    selector_scores,
+    stable_top_k,
+    two_segment_attention,
+)
 
 PARAMETERS = SimpleNamespace(
     power=0.5,
@@ -148,7 +154,8 @@ def compare_packing(dim: int, value_dim: int, sink: int) -> int:
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
     torch.manual_seed(0)
-    stable_top_k.PARTS = 4  # the interpreter runs one program after the other; a row of 5000 has three shares
+    # The interpreter runs one program after the other. A row of 5000 has three shares.
+    stable_top_k.PARTS, paged_decode.GRID, paged_decode.FEWEST_SPLITS = 4, 32, 4
     done = compare_scores(2, 3, 600, [4, 4, 0, 9], [600, 90, 0, 10], PARAMETERS)
     done += compare_scores(3, 1, 200, [0], [200], PARAMETERS)
     done += compare_scores(1, 20, 150, [5], [149], OTHERS)
