@@ -54,6 +54,29 @@ def online_softmax(q, k, v, visible, scale_log2, top, total, acc):
 
 
 @triton.jit
+def attend_entries(
+    q, keys, values, table_row, first, end, kv_head, scale_log2,
+    k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
+    d, e, top, total, acc,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds the entries ``first .. end - 1`` of a table's row to the running maximum, sum and output."""
+    for start in range(first, end, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        there = position < end
+        page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
+        place = position % PAGE
+        k = load_entries(
+            keys, page, place, there, kv_head, k_stride_page, k_stride_slot, k_stride_head, d, DIM
+        )
+        v = load_entries(
+            values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
+        )
+        top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
+    return top, total, acc
+
+
+@triton.jit
 def store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM: tl.constexpr):
     """Output and natural log-sum-exp of a tile's rows; 0 and -inf for a row that saw no key."""
     divisor = tl.where(total > 0, total, 1.0)
@@ -125,18 +148,11 @@ def _decode_kernel(
         top = tl.full([GROUP_P], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_P], tl.float32)
         acc = tl.zeros([GROUP_P, VALUE_DIM_P], tl.float32)
-        for start in range(first, end, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            there = position < end
-            page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
-            place = position % PAGE
-            k = load_entries(
-                keys, page, place, there, kv_head, k_stride_page, k_stride_slot, k_stride_head, d, DIM
-            )
-            v = load_entries(
-                values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
-            )
-            top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
+        top, total, acc = attend_entries(
+            q, keys, values, table_row, first, end, kv_head, scale_log2,
+            k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
+            d, e, top, total, acc, DIM, VALUE_DIM, PAGE, BLOCK,
+        )  # fmt: skip
         o_place = request * o_stride_request + head * o_stride_head + split * o_stride_split
         store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM)
     else:

@@ -14,6 +14,7 @@ from fathom.kernels.paged_decode import (
     LOG2_E,
     MIN_ROWS,
     Result,
+    attend_entries,
     by_page,
     gather_entries,
     load_entries,
@@ -89,18 +90,11 @@ def _extend_kernel(
         table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
         width = tl.cdiv(tl.cdiv(prefix, splits), BLOCK) * BLOCK
         end = tl.minimum((split + 1) * width, prefix)
-        for start in range(split * width, end, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            there = position < end
-            page = tl.load(table_row + position // PAGE, mask=there, other=0).to(tl.int64)
-            place = position % PAGE
-            k = load_entries(
-                keys, page, place, there, kv_head, k_stride_page, k_stride_slot, k_stride_head, d, DIM
-            )
-            v = load_entries(
-                values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
-            )
-            top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
+        top, total, acc = attend_entries(
+            q, keys, values, table_row, split * width, end, kv_head, scale_log2,
+            k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
+            d, e, top, total, acc, DIM, VALUE_DIM, PAGE, BLOCK,
+        )  # fmt: skip
 
         last_token = tl.minimum((first_row + ROWS - 1) // GROUP, new - 1)
         own_end = tl.where(split == splits - 1, last_token + 1, 0)

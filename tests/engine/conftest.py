@@ -94,16 +94,11 @@ def oracle(tiny_model, close_draft, triggers):
 
 @pytest.fixture(scope="module")
 def start_nominal(start_process):
-    """A function: target and draft, flags -> its server on a GPU in name only, Triton's kernels interpreted.
-
-    On this machine's own GPU where it has one; ``script`` is then for nothing.
-    """
+    """A function: target and draft, flags -> its server on a GPU in name only, Triton's kernels interpreted."""
 
     def start(target, draft, *flags, script="nominal_gpu.py"):
-        arguments = ["serve", str(target), *flags, *draft_flags(draft)]
-        if torch.cuda.is_available():
-            return start_process([sys.executable, "-m", "fathom.server.cli", *arguments])
         path = Path(__file__).with_name(script)
-        return start_process([sys.executable, str(path), *arguments], {"TRITON_INTERPRET": "1"})
+        command = [sys.executable, str(path), "serve", str(target), *flags, *draft_flags(draft)]
+        return start_process(command, {"TRITON_INTERPRET": "1"})
 
     return start

@@ -13,6 +13,7 @@ import pytest
 import torch
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
+from noisy import draft_flags
 from oracles.drafted import Draft
 
 FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
@@ -22,8 +23,11 @@ counts_waits = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def server(start_nominal, ending_pair):
-    return start_nominal(*ending_pair, *FLAGS)
+def server(request, ending_pair):
+    if torch.cuda.is_available():
+        target, draft = ending_pair
+        return request.getfixturevalue("start_server")(target, *FLAGS, *draft_flags(draft))
+    return request.getfixturevalue("start_nominal")(*ending_pair, *FLAGS)
 
 
 @pytest.fixture(scope="module")
