@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-depth-pages",
         action="store_true",
         help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
-        "kernels. Run on one H100 so far; without it requests are served there dense, by SGLang's own",
+        "kernels and FlashInfer's. Run on one H100 so far; without it requests are served there dense, by "
+        "SGLang's own",
     )
     memory.add_argument(
         "--gpu-prefill-attention",
