@@ -276,7 +276,7 @@ def main(argv: list[str]) -> NoReturn:
         quiet.hush_server()
     _verify_seams()
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
-    server_args = _server_args([*work.engine_flags, *draft_flags])
+    server_args = _server_args([*work.engine_flags, *draft_flags], work.face)
     checks.refuse_bypass(server_args)
     _learn_limits(work.face, server_args, work.draft is not None)
     _run(work, server_args)
@@ -317,14 +317,14 @@ def _verify_seams() -> None:
         raise StartError(str(error), checks.SEAM) from None
 
 
-def _server_args(words: list[str]) -> Any:
+def _server_args(words: list[str], face: Face) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
     from fathom.runtime.sglang_host import engine_args
 
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return engine_args.build(words)
+            return engine_args.build(words, face.depth_span, face.shallow_factor)
     except SystemExit:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fathom.runtime.plan import default_span
+from fathom.runtime.plan import choose_span
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -161,6 +161,8 @@ def cpu_pool_tokens(
     dtype_bytes: int,
     context_length: int | None,
     draft: "PretrainedConfig | None" = None,
+    depth_span: int | None = None,
+    shallow_factor: int | None = None,
 ) -> int:
     """Size of the KV pool on a CPU in tokens: 4 GiB, or 16 contexts where that is less.
 
@@ -168,18 +170,22 @@ def cpu_pool_tokens(
         config: the model's Hugging Face configuration; draft: the draft model's, whose KV counts too.
         dtype_bytes: size of one element of the KV cache.
         context_length: the operator's limit, if any.
+        depth_span, shallow_factor: the operator's layers per depth page, and virtual slots per token.
+
+    Raises:
+        PlanError: for layers per depth page that do not divide the model's.
     """
     text = config.get_text_config()
     per_token = kv_bytes_per_token(config, dtype_bytes)
     if draft is not None:
-        # The draft has a slot for each virtual one, of which there are as many per token as spans.
-        spans = text.num_hidden_layers // default_span(text.num_hidden_layers)
-        per_token += spans * kv_bytes_per_token(draft, dtype_bytes)
+        # The draft has a slot for each virtual one, of which there are at most as many per token as spans.
+        spans = text.num_hidden_layers // choose_span(text.num_hidden_layers, depth_span)
+        per_token += min(shallow_factor or spans, spans) * kv_bytes_per_token(draft, dtype_bytes)
     context = context_length or text.max_position_embeddings
     return min(CPU_KV_BYTES // per_token, CPU_KV_CONTEXTS * context)
 
 
-def _limit_cpu_pool(argv: list[str]) -> list[str]:
+def _limit_cpu_pool(argv: list[str], depth_span: int | None, shallow_factor: int | None) -> list[str]:
     """Set ``--max-total-tokens`` unless the operator did; leave an unreadable model for SGLang to report."""
     from transformers import AutoConfig
 
@@ -196,7 +202,8 @@ def _limit_cpu_pool(argv: list[str]) -> list[str]:
         dtype_bytes = 4 if given.dtype in ("float", "float32") else 2
         path = given.speculative_draft_model_path
         draft = None if path is None else AutoConfig.from_pretrained(path)
-        tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length, draft)
+        virtual = depth_span, shallow_factor
+        tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length, draft, *virtual)
     except (OSError, ValueError, AttributeError):
         return argv
     return [*argv, "--max-total-tokens", str(tokens)]
@@ -231,11 +238,12 @@ def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
             raise ValueError(f"{asker} needs {rule.asks}: {rule.why}")
 
 
-def build(argv: list[str]) -> "ServerArgs":
+def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | None = None) -> "ServerArgs":
     """Parse SGLang's own flags.
 
     Args:
         argv: flags of ``sglang serve``, ``--model-path`` included.
+        depth_span, shallow_factor: as :func:`cpu_pool_tokens`, where there is no GPU.
 
     Raises:
         SystemExit: from SGLang's parser, for an unknown flag or an illegal value.
@@ -261,7 +269,7 @@ def build(argv: list[str]) -> "ServerArgs":
     if os.getenv(GPU_DEPTH_PAGES, "0") == "1":
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
-        args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv)))
+        args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv), depth_span, shallow_factor))
         check_rules(args, ANYWHERE, "KV in depth pages")
         return args
     return prepare_server_args(argv)

@@ -63,7 +63,7 @@ class OfflineEngine:
         propagation_buffer: int = 0,
         sfi: SfiOptions | None = None,
     ):
-        server_args = engine_args.build(list(flags))
+        server_args = engine_args.build(list(flags), depth_span)
         from sglang.srt.entrypoints.engine import Engine
 
         from fathom.runtime.sglang_host import forking, seams

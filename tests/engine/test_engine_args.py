@@ -46,6 +46,17 @@ def test_the_pool_is_4_gib_or_16_contexts(fields, dtype_bytes, context, tokens):
     assert engine_args.cpu_pool_tokens(config(**fields), dtype_bytes, context) == tokens
 
 
+@pytest.mark.parametrize(
+    ("span", "factor", "slots"),
+    [(8, None, 4), (1, None, 32), (16, None, 2), (32, None, 1), (1, 3, 3), (16, 3, 2)],
+)
+def test_the_pool_leaves_room_for_the_drafts_slots(span, factor, slots):
+    """A slot of the draft's for each virtual one: as many per token as spans, or fewer if the operator says so."""
+    draft = config(num_hidden_layers=4, num_key_value_heads=2, head_dim=64)
+    tokens = engine_args.cpu_pool_tokens(config(), 2, None, draft, span, factor)
+    assert tokens == (4 << 30) // (2 * 32 * 8 * 128 * 2 + slots * 2 * 4 * 2 * 64 * 2)
+
+
 def test_built_arguments_keep_the_operators_limit(tiny_model):
     built = engine_args.build(["--model-path", str(tiny_model), "--max-total-tokens", "777"])
     assert built.max_total_tokens == 777
