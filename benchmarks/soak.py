@@ -247,12 +247,11 @@ def settled(server: servers.Server) -> dict:
             and pages["evictable"] == pages["cached"]
             and engine["fastkv"]["buffer_used"] == 0
             and engine["slow_fast"]["buffers_in_use"] == 0
-            and (draft_pool := (engine.get("draft") or {}).get("kv_pool", {})).get("held", 0) == 0
         )
         if balanced:
             return engine
         if time.monotonic() > deadline:
-            held = {"target": pool, "draft": draft_pool, "open_accounts": engine["open_accounts"]}
+            held = {"kv_pool": pool, "open_accounts": engine["open_accounts"]}
             raise BenchError(f"{IDLE_SECONDS:g} s after the last request the accounts do not balance: {held}")
         time.sleep(0.25)
 
