@@ -25,6 +25,7 @@ import pytest
 from fastapi import FastAPI
 from waiting import held, wait_until
 
+from fathom.runtime.config import SPECS
 from fathom.server import errors
 from fathom.server.context import Face
 from fathom.server.middleware import PolicyMiddleware
@@ -248,18 +249,7 @@ OBJECTS = [
 ILLEGAL_LENGTHS = [-1, -(2**63), 0.5, "x", [], {}, True, [1]]
 
 KINDS = ([None, True, False, *NUMBERS], TEXTS, LISTS, OBJECTS)
-POLICY_FIELDS = [
-    *("preset", "prefill_keep_rate", "lookahead", "min_prompt_tokens", "prefill_selection", "depth_cutoff"),
-    *(
-        "anchors",
-        "tsp_rate",
-        "kv_retention_rate",
-        "retention_policy",
-        "decode",
-        "speculative",
-        "draft_tokens",
-    ),
-]
+POLICY_FIELDS = [*SPECS, "unheard_of"]
 SAMPLING_FIELDS = [
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "beam_width"),
