@@ -121,9 +121,12 @@ def window_max(x: torch.Tensor, radius: int) -> torch.Tensor:
 
 
 BLOCK = 512
-PARTS = 16
-REFINERS = 64
-"""Programs that share the candidates of a request."""
+PARTS = 64
+"""Programs that share the candidates of a request and KV head."""
+REFINERS = 512
+"""Programs that share those of all requests: as many as an H100 runs at a time."""
+MOST_WIDE = 64
+"""Candidates in a run, at most."""
 
 
 @triton.jit
@@ -215,16 +218,34 @@ def _mixture_kernel(
     tl.store(target + 4 * PARTS, tl.sum(sum_rr, 0))
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _fused(f_at, r_at, of_f, of_r, j, low, high, real):
+    """Fused scores of the candidates ``j`` (Eq. 18), 0 where there is none."""
+    own = real[:, None] & ((j >= low) & (j < high))[None, :]
+    s = of_f * tl.load(f_at + j[None, :], mask=own, other=0.0)
+    return s + of_r * tl.load(r_at + j[None, :], mask=own, other=0.0)
+
+
 @triton.jit(do_not_specialize=["begin", "end"])
 def _refine_kernel(
     evidence, prior, sums, begin, end, pitch, scores, kv_heads,
     prior_clip, nms_strength, cross_head, temperature, epsilon,
-    THERE: tl.constexpr, HEADS: tl.constexpr, RADIUS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    THERE: tl.constexpr, HEADS: tl.constexpr, RADIUS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of some blocks."""
+    """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of some blocks.
+
+    A window's maximum is put together from maxima over runs of WIDE candidates (van Herk, 1992): from its first
+    place to the end of a run, of whole runs, and from the start of a run to its last place.
+    """
     request = tl.program_id(0)
     width = tl.load(pitch) if THERE else pitch
-    low, high = tl.load(begin + request), tl.load(end + request)
+    low, high = tl.load(begin + request).to(tl.int32), tl.load(end + request).to(tl.int32)
     head, parts = tl.arange(0, HEADS), tl.arange(0, PARTS)
     real = head < kv_heads
     base = sums + (request * kv_heads + head[:, None]) * 5 * PARTS + parts[None, :]
@@ -241,25 +262,41 @@ def _refine_kernel(
     of_f, of_r = ((1 - weight) / sum_f)[:, None], (weight / sum_r)[:, None]
 
     row = (request.to(tl.int64) * kv_heads + head[:, None]) * width
+    f_at, r_at, to = evidence + row, prior + row, scores + row
     for start in range(low + tl.program_id(1) * BLOCK, high, tl.num_programs(1) * BLOCK):
         j = start + tl.arange(0, BLOCK)
-        own = real[:, None] & (j < high)[None, :]
-        s = of_f * tl.load(evidence + row + j[None, :], mask=own, other=0.0)
-        s += of_r * tl.load(prior + row + j[None, :], mask=own, other=0.0)
+        s = _fused(f_at, r_at, of_f, of_r, j, low, high, real)
         peak = s
-        for shift in range(-RADIUS, RADIUS + 1):
-            i = j + shift
-            near = real[:, None] & ((i >= low) & (i < high))[None, :]
-            other = of_f * tl.load(evidence + row + i[None, :], mask=near, other=0.0)
-            other += of_r * tl.load(prior + row + i[None, :], mask=near, other=0.0)
-            peak = tl.maximum(peak, other)
+        if RADIUS > 0:
+            WHOLE: tl.constexpr = 2 * RADIUS // WIDE
+            RUNS: tl.constexpr = BLOCK // WIDE
+            x = _fused(f_at, r_at, of_f, of_r, j - RADIUS, low, high, real)
+            tops = tl.associative_scan(x.reshape(HEADS, RUNS, WIDE), 2, _larger, reverse=True)
+            for run in range(1, WHOLE):
+                x = _fused(f_at, r_at, of_f, of_r, j - RADIUS + run * WIDE, low, high, real)
+                tops = tl.maximum(tops, tl.max(x.reshape(HEADS, RUNS, WIDE), 2, keep_dims=True))
+            x = _fused(f_at, r_at, of_f, of_r, j - RADIUS + WHOLE * WIDE, low, high, real)
+            tops = tl.maximum(tops, tl.associative_scan(x.reshape(HEADS, RUNS, WIDE), 2, _larger))
+            if WHOLE * WIDE < 2 * RADIUS:
+                x = _fused(f_at, r_at, of_f, of_r, j + RADIUS - WIDE, low, high, real)
+                x = tl.associative_scan(x.reshape(HEADS, RUNS, WIDE), 2, _larger, reverse=True)
+                tops = tl.maximum(tops, x)
+                x = _fused(f_at, r_at, of_f, of_r, j + RADIUS, low, high, real)
+                tops = tl.maximum(tops, tl.associative_scan(x.reshape(HEADS, RUNS, WIDE), 2, _larger))
+            peak = tops.reshape(HEADS, BLOCK)
         z = tl.log(s + epsilon)
         z -= nms_strength * (tl.log(peak + epsilon) - z)
         scaled = tl.where(real[:, None], z / temperature, float("-inf"))
-        share = tl.exp(scaled - tl.max(scaled, 0)[None, :])
-        share = share / tl.sum(share, 0)[None, :]
-        z += cross_head * tl.log(tl.maximum(share, epsilon))
-        tl.store(scores + row + j[None, :], z, mask=own)
+        top = tl.max(scaled, 0)
+        all_heads = top + tl.log(tl.sum(tl.exp(scaled - top[None, :]), 0))
+        z += cross_head * tl.maximum(scaled - all_heads[None, :], tl.log(epsilon))
+        tl.store(to + j[None, :], z, mask=real[:, None] & (j < high)[None, :])
+
+
+def _refined(kv_heads: int, radius: int) -> dict[str, int]:
+    """Constants of the third kernel: of powers of two, the runs no longer than the radius."""
+    heads, wide = triton.next_power_of_2(kv_heads), min(1 << max(radius.bit_length() - 1, 0), MOST_WIDE)
+    return {"HEADS": heads, "RADIUS": radius, "WIDE": wide, "BLOCK": max(1024 // heads, 32, wide)}
 
 
 def selector_scores_triton(
@@ -291,11 +328,10 @@ def selector_scores_triton(
         c.power, c.norm_decay, c.position_decay, c.position_curve, c.tail_brake, c.epsilon,
         ROWS=row_block, BLOCK=block, **there,
     )  # fmt: skip
-    heads_block = triton.next_power_of_2(kv_heads)
-    _refine_kernel[(requests, REFINERS)](
+    _refine_kernel[(requests, triton.cdiv(REFINERS, requests))](
         evidence, prior, sums, begin, end, width, scores, kv_heads,
         c.prior_clip, c.nms_strength, c.cross_head, c.temperature, c.epsilon,
-        HEADS=heads_block, RADIUS=c.nms_radius, BLOCK=max(1024 // heads_block, 32), **there,
+        **_refined(kv_heads, c.nms_radius), **there,
     )  # fmt: skip
     return scores
 
@@ -307,13 +343,14 @@ def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     numbers = [name for name in ScoreParameters.__annotations__ if name != "nms_radius"]
     types |= dict.fromkeys(numbers, "fp32")
     few, many = {"ROWS": 4, "PARTS": PARTS, "BLOCK": 512}, {"ROWS": 64, "PARTS": PARTS, "BLOCK": 64}
-    refine = {"HEADS": 8, "RADIUS": 16, "PARTS": PARTS, "BLOCK": 128}
+    refine = {"PARTS": PARTS} | _refined(8, 16)
     cases: list[tuple[Any, dict[str, Any]]] = [
         (_statistics_kernel, few),
         (_statistics_kernel, many),
         (_mixture_kernel, few),
         (_mixture_kernel, many),
         (_refine_kernel, refine),
+        (_refine_kernel, refine | _refined(8, 24)),  # not as many whole runs as fill a window
     ]
     # A captured step has one query row per head.
     captured = [(_statistics_kernel, few), (_mixture_kernel, few), (_refine_kernel, refine)]

@@ -14,6 +14,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import nominal_machine
 import torch
@@ -28,6 +29,7 @@ torchvision_ops.declare()
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
+import interpreter_scans  # noqa: E402
 from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: E402
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (  # noqa: E402
@@ -300,6 +302,7 @@ def install():
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     stable_top_k.PARTS = 2
+    interpreter_scans.install()
     paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
     for place, names in (
         (tails.Tails, ("take", "shrink")),

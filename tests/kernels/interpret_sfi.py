@@ -3,10 +3,16 @@
 No bfloat16: the interpreter's ``dot`` multiplies its bit patterns. float16 takes the same path through the kernels.
 """
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from triton.knobs import runtime
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import interpreter_scans
 
 from fathom.kernels import (
     pack_segment,
@@ -60,6 +66,16 @@ def compare_scores(kv_heads: int, rows: int, n: int, begin: list[int], end: list
     whole = scores.flatten()[: own.numel()].view(own.shape)
     few = [x[: len(begin)] for x in (lows, highs, budget)]
     assert torch.equal(chosen[: len(begin)], stable_top_k.stable_top_k(whole, *few, 50)[0])
+    return 1
+
+
+def compare_radius(radius: int) -> int:
+    c = SimpleNamespace(**{**vars(PARAMETERS), "nms_radius": radius})
+    logits, norms = torch.randn(2, 2, 1, 700) * 4, torch.rand(2, 2, 700) + 0.5
+    given = logits, norms, torch.tensor([1, 0]), torch.tensor([700, 130]), c
+    want, got = selector_scores.selector_scores_torch(*given), selector_scores.selector_scores_triton(*given)
+    torch.testing.assert_close(got[0, :, 1:], want[0, :, 1:], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(got[1, :, :130], want[1, :, :130], atol=1e-4, rtol=1e-5)
     return 1
 
 
@@ -156,9 +172,15 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     # The interpreter runs one program after the other. A row of 5000 has three shares.
     stable_top_k.PARTS, paged_decode.GRID, paged_decode.FEWEST_SPLITS = 4, 32, 4
-    done = compare_scores(2, 3, 600, [4, 4, 0, 9], [600, 90, 0, 10], PARAMETERS)
+    selector_scores.PARTS, selector_scores.REFINERS = 4, 8
+    # By elements once: this is what a GPU is given.
+    done = compare_scores(2, 1, 40, [3], [37], PARAMETERS)
+    interpreter_scans.install()
+    done += compare_scores(2, 3, 600, [4, 4, 0, 9], [600, 90, 0, 10], PARAMETERS)
     done += compare_scores(3, 1, 200, [0], [200], PARAMETERS)
     done += compare_scores(1, 20, 150, [5], [149], OTHERS)
+    # Radii that are powers of two, between them, and beyond the longest run of a running maximum.
+    done += sum(map(compare_radius, (1, 2, 3, 16, 24, 150)))
     done += compare_attention(1, 4, 2, 16, 16, torch.float32)
     done += compare_attention(3, 6, 2, 24, 40, torch.float16)
     done += compare_attention(1, 8, 4, 16, 16, torch.float32, copies=2)
