@@ -259,9 +259,14 @@ class Run:
 
     def write(self) -> None:
         """The JSON, whole at any time."""
-        if self.args.out:
-            self.args.out.parent.mkdir(parents=True, exist_ok=True)
-            self.args.out.write_text(json.dumps(finite(self.result()), indent=1, allow_nan=False) + "\n")
+        write_json(self.args.out, self.result())
+
+
+def write_json(file: Path | None, result: dict[str, Any]) -> None:
+    """The result as a file, if there is to be one."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:

@@ -66,12 +66,22 @@ SIZES = {
 def sized(name: str, vocab: int | None = None) -> Size:
     """A shape by name, with another vocabulary for a draft that serves another target.
 
+    Args:
+        name: one of ``SIZES``; ``NAME:N`` for its first N layers alone, where the KV of all does not fit. What a
+            layer takes is the same; the output head then weighs more.
+
     Raises:
-        ValueError: for an unknown name, with the known ones.
+        ValueError: for an unknown name, with the known ones, and for layers that the shape has not.
     """
-    if name not in SIZES:
-        raise ValueError(f"unknown size {name!r}; known: {', '.join(SIZES)}")
-    return replace(SIZES[name], vocab=vocab or SIZES[name].vocab)
+    known, _, layers = name.partition(":")
+    if known not in SIZES:
+        raise ValueError(f"unknown size {known!r}; known: {', '.join(SIZES)}")
+    size = replace(SIZES[known], vocab=vocab or SIZES[known].vocab)
+    if not layers:
+        return size
+    if not layers.isdecimal() or not 1 <= int(layers) <= size.layers:
+        raise ValueError(f"{name!r}: layers must be in [1, {size.layers}], got {layers!r}")
+    return replace(size, layers=int(layers))
 
 
 def write(size: Size, folder: Path, max_position: int, dtype: str) -> Path:

@@ -285,7 +285,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m fathom.benchmarks.paper_tables", description=__doc__)
     result.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     result.add_argument(
-        "--target", default="llama-3.1-8b", help="size of SPEED, FastKV and SpecPrefill's target"
+        "--target",
+        default="llama-3.1-8b",
+        help="size of SPEED, FastKV and SpecPrefill's target; NAME:N for its first N layers alone",
     )
     result.add_argument(
         "--draft", default="llama-1b", help="size of the draft; it takes the target's vocabulary"
@@ -397,9 +399,13 @@ def main(argv: Sequence[str]) -> int:
     if not all(0 < rate < 1 for rate in args.keep_rates):
         command.error(f"--keep-rates: above 0 and below 1, not {args.keep_rates}")
     report, begin = Report(), time.time()
-    target = paper_shapes.sized(args.target)
-    draft = paper_shapes.sized(args.draft, target.vocab)
-    sfi_target = paper_shapes.sized(args.sfi_target)
+    try:
+        target = paper_shapes.sized(args.target)
+        draft = paper_shapes.sized(args.draft, target.vocab)
+        sfi_target = paper_shapes.sized(args.sfi_target)
+    except ValueError as error:
+        command.error(str(error))
+    print(f"Target {args.target}, draft {args.draft}, SFI's target {args.sfi_target}; layers after a colon.")
     span = choose_span(target.layers, args.depth_span or papers_span(target.layers))
     costs = {
         f"{name}_cost": cost.ModelShape.from_config(size.config(1, args.dtype))

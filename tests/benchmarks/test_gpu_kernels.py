@@ -275,6 +275,7 @@ def test_what_a_gpu_needs_is_imported_with_few_packages():
     names = [
         ".".join(("fathom", *path.relative_to(ROOT).with_suffix("").parts)) for path in kernels + runtime
     ]
-    done = run_python(ALLOWED + IMPORTS, "fathom.benchmarks.gpu_kernels", *names)
+    modules = "fathom.benchmarks.gpu_kernels", "fathom.benchmarks.gpu_refresh"
+    done = run_python(ALLOWED + IMPORTS, *modules, *names)
     assert done.returncode == 0, done.stderr
     assert {tuple(line.split()) for line in done.stdout.splitlines()} == {(name, "numba") for name in NUMBA}

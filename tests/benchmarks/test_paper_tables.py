@@ -3,8 +3,10 @@
 About two minutes: four engines are started, one after the other.
 """
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +70,22 @@ def test_the_papers_cutoffs_are_boundaries():
         cutoffs = [paper_tables.scaled(k, layers, span) for k in papers.SPEED_CUTOFFS]
         assert cutoffs == [k * layers // 32 for k in papers.SPEED_CUTOFFS]
     assert paper_tables.papers_span(36) is None
+
+
+def test_a_size_may_have_fewer_layers():
+    """The same otherwise, up to all that it has."""
+    whole = paper_shapes.sized("qwen3-4b")
+    assert paper_shapes.sized("qwen3-4b:6") == dataclasses.replace(whole, layers=6)
+    assert paper_shapes.sized("qwen3-4b:36", 512) == dataclasses.replace(whole, vocab=512)
+
+
+@pytest.mark.parametrize("size", ["qwen3-4b:0", "qwen3-4b:37", "qwen3-4b:x", "qwen3-4b:-1", "qwen3-5b"])
+def test_a_size_that_there_is_not_is_refused(capsys, size):
+    with pytest.raises(SystemExit) as ended:
+        paper_tables.main(["--sfi-target", size])
+    assert ended.value.code == 2
+    told = r"layers must be in \[1, 36\]" if ":" in size else "known: .*qwen3-4b"
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_every_table_is_there(tables):
