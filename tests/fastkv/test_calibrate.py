@@ -20,11 +20,15 @@ def test_recommends_the_closest_layer_that_is_allowed():
     assert recommend_layer(distances, 24) == 24
     assert recommend_layer(distances, 20, tolerance=0.011) == 12
     assert recommend_layer(distances, 4) == 4
+    assert recommend_layer({4: 0.5, 8: 0.25}, 8, tolerance=0.25) == 4  # just within it
+    assert recommend_layer({4: 0.5, 8: float("nan")}, 7) == 4  # not a candidate
 
 
 def test_illegal_input_is_refused():
     ones = torch.ones(2, 3)
-    for full, selected in ((ones, ones[:1]), (ones[0], ones[0]), (ones[:0], ones[:0]), (ones * 0, ones)):
+    one_zero, one_nan = (torch.tensor([[1.0, 1.0, 1.0], [value] * 3]) for value in (0.0, float("nan")))
+    shapes = ((ones, ones[:1]), (ones[0], ones[0]), (ones[:0], ones[:0]))
+    for full, selected in (*shapes, (ones * 0, ones), (one_zero, ones), (one_nan, ones)):
         with pytest.raises(ValueError):
             hidden_distance(full, selected)
     with pytest.raises(ValueError, match="no usable candidate"):

@@ -104,6 +104,37 @@ def test_every_policy_keeps_the_budget_and_the_window(name):
         assert torch.equal(kept, retain(policy, context, sizes, 0.1))  # pure
 
 
+@given(
+    present=st.integers(1, 60), more=st.integers(0, 60), window=st.integers(1, 12), rate=st.integers(1, 100)
+)
+def test_a_budget_is_what_stays(present, more, window, rate):
+    sizes = Sizes(present + more, present, window)
+    kept = oracle.keep([0.0] * sizes.ranked, present, present + more, rate / 100, window)
+    assert (
+        sizes.budget(rate / 100)
+        == len(kept)
+        == retained_entries(torch.zeros(2, sizes.ranked), sizes, rate / 100).shape[1]
+    )
+
+
+def test_forced_tokens_of_the_window_take_no_other_tokens_place():
+    scores = torch.arange(12.0)
+    free = propagated_tokens(scores, Sizes(20, 20, WINDOW), 0.5)
+    assert free.tolist() == [10, 11, *range(12, 20)]
+    for token in range(12, 20):
+        assert torch.equal(propagated_tokens(scores, Sizes(20, 20, WINDOW), 0.5, torch.tensor([token])), free)
+    both = propagated_tokens(scores, Sizes(20, 20, WINDOW), 0.5, torch.tensor([3, 12]))
+    assert both.tolist() == [3, 11, *range(12, 20)]
+
+
+@pytest.mark.parametrize("name", RETENTION_POLICIES)
+def test_a_policy_asks_for_the_windows_attention_just_where_its_scores_depend_on_it(name):
+    """The attention of every prompt's window costs time; a policy that does not look at it must not pay."""
+    policy = load_policy(name)
+    one, other = (policy.scores(context_of(30, saliency=torch.full((2, 30), level))) for level in (0.1, 0.9))
+    assert policy.needs_saliency == (not torch.equal(one, other))
+
+
 def context_of(ranked, **changes):
     values = {"kv_heads": 2, "layer": 0, "seed": 0} | changes
     return RetentionContext(torch.arange(ranked), **values)
@@ -133,6 +164,9 @@ def test_random_depends_on_seed_layer_and_head_only():
     assert kept[0].tolist() != kept[1].tolist()
     assert not torch.equal(kept, retain(policy, context_of(92, seed=1), sizes, 0.3))
     assert not torch.equal(kept, retain(policy, context_of(92, layer=1), sizes, 0.3))
+    drawn = {tuple(retain(policy, context_of(92, seed=seed, layer=index), sizes, 0.3)[0].tolist())
+             for seed in range(5) for index in range(5)}  # fmt: skip
+    assert len(drawn) == 25
     # Not tied to a part of the prompt: over many layers every token is kept about equally often.
     counts = torch.zeros(92)
     for index in range(300):
@@ -142,11 +176,18 @@ def test_random_depends_on_seed_layer_and_head_only():
     assert abs(float(share.mean()) - 22 / 92) < 1e-6 and float((share - 22 / 92).abs().max()) < 0.08
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**62, 2**63 - 1])
+def test_random_takes_any_seed_that_a_request_may_have(seed):
+    assert load_policy("random").scores(context_of(5, seed=seed, layer=126)).shape == (2, 5)
+
+
 def test_illegal_input_is_refused():
-    with pytest.raises(ValueError, match="before the window"):
-        retained_entries(torch.rand(2, 5), Sizes(20, 20, WINDOW), 0.5)
-    with pytest.raises(ValueError, match="present"):
-        Sizes(10, 11, WINDOW)
+    for scores in (5, 13):
+        with pytest.raises(ValueError, match="before the window"):
+            retained_entries(torch.rand(2, scores), Sizes(20, 20, WINDOW), 0.5)
+    for sizes in ((10, 11, WINDOW), (10, 0, WINDOW), (10, 10, 0)):
+        with pytest.raises(ValueError, match="present"):
+            Sizes(*sizes)
     with pytest.raises(ValueError, match="no retention policy"):
         load_policy("best")
     for values in (
@@ -154,6 +195,8 @@ def test_illegal_input_is_refused():
         {"retention_rate": 1.1},
         {"tsp_layer": 0},
         {"pool": 2},
+        {"pool": -1},
+        {"window": 0},
         {"retention_policy": "x"},
     ):
         with pytest.raises(ValueError):

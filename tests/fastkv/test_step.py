@@ -1,8 +1,12 @@
 """Where FastKV narrows a plan, and how many tokens and entries that leaves."""
 
-import pytest
+import itertools
 
-from fathom.runtime.fastkv.step import config_of, propagation_step, retention
+import pytest
+import torch
+
+from fathom.runtime.fastkv.select import Sizes, propagated_tokens
+from fathom.runtime.fastkv.step import config_of, propagated_count, propagation_step, retention
 from fathom.runtime.plan import PlanError, PrefillPlan, Step, choose_tsp_layer
 
 POLICY = {"tsp_rate": 0.2, "kv_retention_rate": 0.1, "retention_policy": "saliency"}
@@ -51,3 +55,11 @@ def test_what_drops_nothing_is_no_step():
     assert config_of({}, 8).tsp_rate == 1.0
     alone = PrefillPlan(16, 4, (), retention(config, 500))
     assert not alone.dense and alone.reusable_tokens(500) == 492 and alone.shared_spans == 4
+
+
+def test_the_number_of_propagated_tokens_is_known_before_the_scores():
+    for entered, rate, anchored in itertools.product((1, 7, 8, 9, 10, 40, 41, 500), (0.02, 0.2, 0.9), (0, 1)):
+        sizes = Sizes(entered, entered, 8)
+        forced = torch.zeros(1, dtype=torch.int64) if anchored else None
+        kept = propagated_tokens(torch.rand(sizes.ranked), sizes, rate, forced)
+        assert propagated_count(rate, 8, entered, bool(anchored)) == len(kept)
