@@ -1,5 +1,6 @@
 """The engine's side of FastKV without an engine: real pages, views, staircase and taps over random numbers."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import build
+from fathom.runtime.sglang_host import compression
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, selectors
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.staircase import Work
@@ -58,9 +60,11 @@ class Engine:
         self.free_virtual = list(range(PAGES, 0, -1))
         self.requests = {}
 
-    def add(self, row, plan, prompt, model):
+    def add(self, row, plan, prompt, model, seed=None):
         self.memory.open(row, plan, prompt)
-        self.requests[row] = SimpleNamespace(plan=plan, prompt=prompt, model=model, virtual=[], length=0)
+        self.requests[row] = SimpleNamespace(
+            plan=plan, prompt=prompt, model=model, seed=seed, virtual=[], length=0
+        )
 
     def step(self, ends):
         """Bring each row to a length; what the last layer saw per row, and the sets that were selected."""
@@ -77,9 +81,12 @@ class Engine:
         virtual = [np.array(s.virtual)[np.arange(n) // size] * size + np.arange(n) % size
                    for s, n in zip(states, lengths, strict=True)]  # fmt: skip
         plain = (np.array(rows), lengths, virtual)
-        params = SimpleNamespace(sampling_seed=None)
         fakes = [
-            SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), sampling_params=params) for row in rows
+            SimpleNamespace(
+                kv=SimpleNamespace(req_pool_idx=row),
+                sampling_params=SimpleNamespace(sampling_seed=state.seed),
+            )
+            for row, state in zip(rows, states, strict=True)
         ]
         host = Host(
             self, plain, [s.model for s in states], CompressionStep(self.side, works, fakes, self.span)
@@ -268,3 +275,58 @@ def test_a_request_that_goes_away_leaves_nothing():
     engine.memory.shared.release(np.array(engine.requests[1].virtual))
     assert engine.side.buffer.used == 0 and not engine.side.queries
     assert engine.memory.pool.free == engine.memory.pool.total
+
+
+def test_random_entries_belong_to_the_seed_and_the_layer():
+    engine, model = Engine(2, 1), Model(200, seed=1)
+    policy = {"kv_retention_rate": 0.2, "retention_policy": "random"}
+    for row, seed in enumerate((1, 1, 2, None), 1):
+        engine.add(row, plan_of(policy, 200, 2), 200, model, seed)
+    engine.step(dict.fromkeys((1, 2, 3, 4), 200))
+    kept = [[engine.entries(row, layer, 0) for layer in range(LAYERS)] for row in (1, 2, 3, 4)]
+    assert kept[0] == kept[1]
+    assert len({tuple(entries) for row in kept[1:] for entries in row}) == 3 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["saliency", "streaming", "random"])
+def test_attention_is_kept_for_a_policy_that_looks_at_it_alone(name):
+    engine = Engine(1, 1)
+    plan = plan_of({"kv_retention_rate": 0.2, "retention_policy": name}, 300, 1)
+    engine.add(1, plan, 300, Model(300, seed=1))
+    engine.step({1: 296})
+    assert bool(engine.side.queries) == (name == "saliency")
+
+
+class Recorder:
+    """A policy that remembers what it was shown."""
+
+    needs_saliency = False
+
+    def __init__(self):
+        self.shown = []
+
+    def scores(self, context):
+        self.shown.append(context)
+        return torch.zeros(context.kv_heads, len(context.positions))
+
+
+def test_a_policy_is_shown_what_its_contract_says(monkeypatch):
+    """Original positions above a selection too, and no attention unless it asks, though FastKV scored the layer."""
+    recorder, engine, model = Recorder(), Engine(2, 1), Model(200, seed=1)
+    monkeypatch.setattr(compression, "load_policy", lambda name: recorder)
+    policy = {"tsp_rate": 0.2, "kv_retention_rate": 0.1}
+    engine.add(1, plan_of(policy, 200, 2), 200, model, seed=7)
+    engine.step({1: 200})
+    sets, _ = wanted(model, 200, policy)
+    assert [shown.positions.tolist() for shown in recorder.shown] == [seen[:-8] for seen in sets]
+    assert [shown.layer for shown in recorder.shown] == list(range(LAYERS))
+    assert all((c.kv_heads, c.seed, c.saliency) == (KV_HEADS, 7, None) for c in recorder.shown)
+
+
+def test_the_time_of_scoring_is_that_of_all_layers(monkeypatch):
+    """By a clock that moves on by a second whenever somebody looks at it: at each layer before and after."""
+    monkeypatch.setattr(compression, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    engine = Engine(2, 1)
+    engine.add(1, plan_of({"tsp_rate": 0.2, "kv_retention_rate": 0.1}, 200, 2), 200, Model(200, seed=1))
+    (job,) = engine.step({1: 200}).compression.jobs.values()
+    assert job.scoring_seconds == LAYERS

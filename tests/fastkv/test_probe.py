@@ -17,17 +17,18 @@ from fathom.server.profile import Profile
 
 
 def test_final_states_are_the_oracles(tiny_model):
-    rng, probe = random.Random(1), Probe.load(str(tiny_model), FastKVConfig(tsp_rate=0.2), torch.float32)
+    """Of short prompts too, in which the window is a large part of what its queries see."""
+    rng, probe = random.Random(1), Probe.load(str(tiny_model), FastKVConfig(), torch.float32)
     oracle = CompressedModel(tiny_model)
-    prompt = [rng.randrange(6, 2000) for _ in range(150)]
-    full, selected = probe.final_states(prompt, [1, 2, 3])
-    states = {4: full} | selected
-    for layer, state in states.items():
-        rate = 1.0 if layer == 4 else 0.2
-        want = oracle.log_probs(prompt, [], layer, rate)[0]
-        with torch.no_grad():
-            got = oracle.model.lm_head(state).log_softmax(-1)
-        assert torch.allclose(got, want, atol=1e-4)
+    for length, rate in ((40, 0.4), (24, 0.6), (30, 0.5), (150, 0.2)):
+        probe.config = FastKVConfig(tsp_rate=rate)
+        prompt = [rng.randrange(6, 2000) for _ in range(length)]
+        full, selected = probe.final_states(prompt, [1, 2, 3])
+        for layer, state in ({4: full} | selected).items():
+            want = oracle.log_probs(prompt, [], layer, 1.0 if layer == 4 else rate)[0]
+            with torch.no_grad():
+                got = oracle.model.lm_head(state).log_softmax(-1)
+            assert torch.allclose(got, want, atol=1e-4)
     both = stack([(full, selected), (full, selected)], 2)
     assert both[0].shape == both[1].shape == (2, 64) and torch.equal(both[1][0], selected[2])
 
