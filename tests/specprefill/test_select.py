@@ -112,6 +112,22 @@ def test_auto_is_the_smallest_count_that_holds_the_share(seed, n, share, floor, 
     config = SpecPrefillConfig("auto", min_prompt_tokens=0, auto_share=share, auto_min_rate=floor)
     selection = select_prompt(scores, [(n // 2, n // 2 + 1)], config)
     assert selection.kept_chunks == want and floor <= selection.rate <= 1
+    assert selection.rate == got / selection.chunks
+
+
+def test_all_of_the_mass_is_in_all_of_the_chunks():
+    """Though a sum of it depends on the order in its last bits."""
+    for seed in range(50):
+        means = torch.randn(60, generator=torch.Generator().manual_seed(seed)).mul(5).exp()
+        assert auto_count(means, torch.full((60,), 32), torch.tensor([0, 59]), 1.0, 0.05) <= 60
+
+
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 200), chunk=st.integers(1, 40), rows=st.integers(1, 3))
+@settings(max_examples=60)
+def test_a_chunks_score_is_the_mean_of_its_own_tokens(seed, n, chunk, rows):
+    scores = torch.rand(rows, n, generator=torch.Generator().manual_seed(seed))
+    want = oracle.chunk_means(scores.double().mean(0).tolist(), chunk)
+    assert chunk_scores(scores, chunk).tolist() == pytest.approx(want, rel=1e-5)
 
 
 def test_auto_follows_the_prompt():
@@ -132,6 +148,8 @@ def test_short_prompts_and_full_rates_stay_whole():
     whole = select_prompt(scores, [], SpecPrefillConfig(1.0))
     assert whole.whole and whole.rate == 1.0
     assert torch.equal(whole.tokens, whole_prompt(5000).tokens)
+    short = select_prompt(scores[:, :20], [], SpecPrefillConfig(0.1, chunk=8))
+    assert short.chunks == short.kept_chunks == 3
     assert not SpecPrefillConfig(1.0).applies_to(10**6) and SpecPrefillConfig("auto").applies_to(4096)
 
 
@@ -146,6 +164,10 @@ def test_illegal_input_is_refused():
     for span in ((-1, 3), (5, 11), (4, 3)):
         with pytest.raises(ValueError, match="span"):
             forced_chunks(10, [span])
-    for values in ({"keep_rate": 0}, {"keep_rate": "best"}, {"pool": 4}, {"chunk": 0}, {"auto_share": 1.5}):
+        with pytest.raises(ValueError, match="span"):  # whether the prompt is judged or not
+            select_prompt(torch.rand(1, 10), [span], SpecPrefillConfig())
+    rates = ({"keep_rate": 0}, {"keep_rate": "best"}, {"auto_share": 1.5}, {"auto_share": "auto"})
+    sizes = ({"pool": 4}, {"pool": -1}, {"chunk": 0}, {"lookahead": 0}, {"min_prompt_tokens": -1})
+    for values in (*rates, {"auto_min_rate": 0}, *sizes):
         with pytest.raises(ValueError):
             SpecPrefillConfig(**values)

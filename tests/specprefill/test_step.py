@@ -42,11 +42,22 @@ def test_the_engines_own_requests_ask_for_nothing():
     assert config_of({}).keep_rate == 1
 
 
+def test_a_policys_numbers_are_the_selections():
+    policy = {"prefill_keep_rate": 0.3, "lookahead": 5, "min_prompt_tokens": 77}
+    assert config_of(policy) == SpecPrefillConfig(keep_rate=0.3, lookahead=5, min_prompt_tokens=77)
+
+
+@pytest.mark.parametrize("rate", [0.3, AUTO])
+def test_a_span_outside_the_prompt_is_refused_before_there_are_scores(rate):
+    with pytest.raises(ValueError, match=r"300\.\.321"):
+        step(SpecPrefillConfig(rate, min_prompt_tokens=0), 320, ((300, 321),))
+
+
 def test_random_scores_belong_to_the_prompt():
     one, other = random_scores(range(100), 32), random_scores(range(1, 101), 32)
     assert one.shape == (1, 100)
     assert torch.equal(one, random_scores(range(100), 32))
-    assert not torch.equal(one, other)
+    assert not torch.equal(one, other) and not torch.equal(one, random_scores(range(99, -1, -1), 32))
     assert len(set(one[0, :32].tolist())) == 1
 
 
