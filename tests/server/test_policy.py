@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,70 @@ def test_the_schema_agrees_with_the_validator(name, value):
         return  # JSON Schema counts 8.0 as an integer
     valid = jsonschema.Draft202012Validator(schema).is_valid(value)
     assert valid == config.SPECS[name].accepts(value, Limits())
+
+
+EDGES = [
+    -1,
+    0,
+    1,
+    2,
+    16,
+    17,
+    64,
+    65,
+    10**6,
+    0.5,
+    1.5,
+    -0.5,
+    1e-9,
+    True,
+    None,
+    "auto",
+    "full",
+    "server",
+    "none",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", config.SPECS)
+def test_the_schema_agrees_with_the_validator_at_the_bounds(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema, spec = config.json_schema()["properties"][name], config.SPECS[name]
+    validator = jsonschema.Draft202012Validator(schema)
+    for value in [*EDGES, *spec.words]:
+        assert validator.is_valid(value) == spec.accepts(value, Limits()), value
+    assert all(text in schema["description"] for text in (spec.help, spec.unit, spec.source))
+
+
+@pytest.mark.parametrize("limits", [Limits(), LIMITS, Limits(layers=16, span=1, sfi_selected=500)])
+@pytest.mark.parametrize("name", config.SPECS)
+def test_the_legal_values_are_said_as_they_are(name, limits):
+    """Whoever reads the message knows what is taken: words in quotes, bounds in brackets."""
+    spec = config.SPECS[name]
+    said = spec.legal(limits)
+    assert re.findall('"([^"]*)"', said) == list(spec.words)
+    assert said.startswith("one of ") == (spec.kind is None and len(spec.words) > 1)
+    if numbers := re.search(r"([\[(])([\d.]+), ([\d.]+)\]", said):
+        kind, low, high = spec.kind, *map(spec.kind, numbers.groups()[1:])
+        assert spec.accepts(low, limits) == (numbers[1] == "[") and spec.accepts(high, limits)
+        outside = [high + 1] if "multiple" in said else [low - 1, high + 1, low - kind(0.5)]
+        assert not any(spec.accepts(value, limits) for value in outside if value != low)
+    elif least := re.search(r">= (\d+)", said):
+        assert spec.accepts(int(least[1]), limits) and not spec.accepts(int(least[1]) - 1, limits)
+        assert spec.accepts(10**9, limits)
+    else:
+        assert ("true or false" in said) == (spec.kind is bool)
+        assert spec.kind in (bool, None)
+
+
+def test_a_flags_word_that_is_no_number_is_refused_like_any_other_value():
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    with pytest.raises(PolicyError, match=r'^--tsp-rate must be in \(0, 1\], got "much"$'):
+        flags.asked_by(parser.parse_args(["--tsp-rate", "much"]))
+    asked = flags.asked_by(parser.parse_args(["--prefill-keep-rate", "auto", "--depth-cutoff", "8"]))
+    assert asked == {"prefill_keep_rate": "auto", "depth_cutoff": 8}
 
 
 def test_flags_come_from_the_fields():

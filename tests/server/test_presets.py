@@ -1,7 +1,9 @@
 """Presets: any number of layers, whatever the server has, and a request's own values on top."""
 
+import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -40,6 +42,24 @@ def test_the_data_holds_legal_values():
     for values in SHIPPED.values():
         for name, value in values.items():
             assert SPECS[name].accepts(value, Limits()) or (name == "depth_cutoff" and 0 < value < 1)
+
+
+def test_the_shipped_numbers_are_those_of_the_documentation():
+    lines = (Path(__file__).resolve().parents[2] / "docs" / "policies.md").read_text().splitlines()
+    begin = lines.index("| | `exact` | `balanced` | `turbo` |")
+    words, told = {"full": "full", "yes": True, "no": False, "3/4 of the layers": 0.75}, {}
+    for line in itertools.takewhile(str.strip, lines[begin + 2 :]):
+        name, *values = [cell.strip() for cell in line.strip("|").split("|")]
+        for preset, value in zip(SHIPPED, values, strict=True):
+            told.setdefault(preset, {})[name.split("`")[1]] = words.get(value, value)
+    neutral = {name: SPECS[name].neutral for name in told["turbo"]}
+    assert set(neutral) == {name for values in SHIPPED.values() for name in values}
+    for preset, values in told.items():
+        shipped = {**neutral, **SHIPPED[preset]}
+        assert list(SHIPPED[preset]) == [name for name in values if name in SHIPPED[preset]]  # who goes first
+        assert {name: str(value) for name, value in values.items()} == {
+            name: f"{value:g}" if type(value) is float else str(value) for name, value in shipped.items()
+        }
 
 
 @pytest.mark.parametrize(
