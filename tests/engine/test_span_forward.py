@@ -5,6 +5,7 @@ and gives it as logits. Queries and keys depend on request, layer and position a
 """
 
 import itertools
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from fathom.runtime.sglang_host.compression import Compression, CompressionStep
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.spans import SpanForward
+from fathom.runtime.specprefill.select import select_prompt
 
 LAYERS, SPAN, TSP, CUTOFF = 8, 2, 4, 6
 PAGES, HEADS, DIM, SCALE = 8000, 2, 16, 0.5
@@ -213,7 +215,8 @@ class Engine:
             if job := request.job:  # what the request's account is told
                 assert job.present_in == [len(here) for here in seen[::SPAN]]
                 assert job.kept_in == [len(here) for here in kept[::SPAN]]
-            assert (request.job is None) == request.policy.keys().isdisjoint(FASTKV | RETAINED)
+            else:
+                assert seen == kept and seen[TSP - 1] == seen[TSP]
         assert self.buffer.used == 0 and not self.compression.queries
 
     def wanted(self, request):
@@ -359,3 +362,49 @@ def test_chosen_tokens_enter_in_pieces_and_nothing_else_does(chunk, generated, d
             request.output_ids.append(1000 * request.kv.req_pool_idx + 500 + generated)
         engine.step([end + 1] * len(every))
         engine.check()
+
+
+def random_request(draw, row, draft):
+    """A policy of any mechanisms, a prompt around the sizes of a window and of chunks, perhaps taken back."""
+    policy = {}
+    if draft and draw.random() < 0.7:
+        policy |= {"prefill_keep_rate": draw.choice([0.05, 0.3, 0.6, 0.95, "auto"])}
+        policy |= {"min_prompt_tokens": draw.choice([0, 0, 50])}
+    if draw.random() < 0.5:
+        policy |= {"depth_cutoff": CUTOFF, "anchors": draw.choice(["bos", "none"])}
+    for name in ("tsp_rate", "kv_retention_rate"):
+        if draw.random() < 0.5:
+            policy[name] = draw.choice([0.02, 0.2, 0.5, 0.9])
+    prompt = draw.choice([1, 2, 7, 8, 9, 10, 33, 40, 64, 65, 72, 100, 200])
+    request = Request(row, policy, prompt, draw.choice([0, 0, 3]))
+    if requests.is_judged(request):
+        generator = torch.Generator().manual_seed(draw.randrange(1000))
+        scores = torch.rand(2, prompt, generator=generator) ** draw.choice([1, 20])
+        request.chosen = select_prompt(scores, (), requests.specprefill_of(request)).tokens.tolist()
+    return request
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_any_requests_in_any_chunks(draft):
+    """Some decode while the prompts of others arrive; in the end each layer holds what the oracle says."""
+    for seed in range(25):
+        draw = random.Random(seed)
+        every = [random_request(draw, row, draft) for row in range(1, draw.randint(2, 5))]
+        engine = Engine(every, draw.choice([1, 8, 9, 24, 64, 1000]) if draft else None, draw.random() < 0.5)
+        goals = [len(request.origin_input_ids) + len(request.output_ids) for request in every]
+        while any(request.length < goal for request, goal in zip(every, goals, strict=True)):
+            ends = []
+            for request, goal in zip(every, goals, strict=True):
+                step = draw.choice([1, 3, 20, 90, 300])
+                if request.length >= goal:
+                    token = 1000 * request.kv.req_pool_idx + 500 + len(request.output_ids)
+                    request.output_ids.append(token)
+                    step, goal = 1, goal + 1000
+                ends.append(min(goal, request.length + step))
+            if max(ends) > 255:
+                break
+            _, logits = engine.step(ends)
+            for request, end, row in zip(every, ends, logits.tolist(), strict=True):
+                assert end < len(request.origin_input_ids) or row == request.states([end - 1])[0]
+        else:
+            engine.check()
