@@ -57,7 +57,13 @@ class Proposal:
 
 
 def room_for_output(proposal_limit: int, request: Any) -> int:
-    """How many drafted tokens can still be put out before the one that ends the answer by its length."""
+    """How many drafted tokens can still be put out before the one that ends the answer.
+
+    That is the last one that its length allows, or the next one where its grammar has come to an end: a request may
+    go on behind the ids that end other answers.
+    """
+    if request.grammar is not None and request.grammar.is_terminated():
+        return 0
     left = request.sampling_params.max_new_tokens - len(request.output_ids)
     return max(min(proposal_limit, left - 1), 0)
 

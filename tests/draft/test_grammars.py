@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -17,6 +18,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # no
 
 from fathom.runtime.sglang_host import speculation  # noqa: E402
 from fathom.runtime.sglang_host.rows import allows, grammar_mask  # noqa: E402
+from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
 
 REGEX = "[0-9]{3}"
 
@@ -47,6 +49,34 @@ def test_what_was_said_is_taken_up_as_far_as_it_is_allowed(grammar, tokenizer, s
     assert proposal.tokens == tokens[:taken]
     assert len(proposal.masks) == taken + 1 and proposal.ended == (taken == 3)
     assert torch.equal(grammar_mask(grammar, len(tokenizer)), before)
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_grammar(grammar, tokenizer):
+    """A request that ignores the ids that end an answer says one more token: SGLang then sees that its grammar has
+    ended, which it must not have forgotten."""
+    sampling = SimpleNamespace(max_new_tokens=20, top_k=1, sampling_seed=None, ignore_eos=True)
+    request = SimpleNamespace(grammar=grammar, output_ids=[], sampling_params=sampling, kv=None)
+    batch = SimpleNamespace(reqs=[request], sampling_info=SimpleNamespace(logit_bias=None, sampling_seed=None))
+    logits = torch.zeros(1, len(tokenizer))
+    model = SimpleNamespace(read=lambda *_: logits, vocabulary=len(tokenizer))
+    side = SimpleNamespace(width=lambda _: 4, lists=lambda _: None, read=lambda *_: logits, model=model)
+    took, fast = [], SimpleNamespace(get=lambda _: None)
+
+    def take(wanted):
+        took.extend(count for _, count in wanted)
+        return [Tail(request, 10, count, np.zeros(0, np.int64)) for _, count in wanted]
+
+    tails = SimpleNamespace(take=take, shrink=lambda tails, kept: tails)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "drafts", lambda _: True)
+        for token in tokenizer.encode("123<|end|>", add_special_tokens=False):
+            assert not grammar.is_terminated()
+            speculation.propose(batch, side, tails, fast)
+            assert took.pop() == 4
+            grammar.accept_token(token)
+        assert grammar.is_terminated()
+        assert speculation.propose(batch, side, tails, fast) == []
+    assert not took and grammar.is_terminated()
 
 
 def test_a_mask_is_read_bit_by_bit(grammar, tokenizer):

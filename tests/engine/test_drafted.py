@@ -325,6 +325,15 @@ def test_structured_output_with_drafting(servers):
             assert isinstance(json.loads(burst["text"])["a"], int)
 
 
+def test_a_grammar_ends_an_answer_that_ignores_the_ids_that_end_others(servers):
+    server = servers("whole")
+    for seed in range(3):
+        options = {"regex": "[0-9]{3}", "ignore_eos": True}
+        answers = [ask(server, [make_prompt(30 + seed, 40)], p, 24, **options)[0] for p in ({}, DRAFT)]
+        plain, sped = ((a["output_ids"], a["meta_info"]["finish_reason"]) for a in answers)
+        assert sped == plain and sped[1]["type"] == "stop"
+
+
 def test_several_answers_of_one_prompt(servers, target, kept_by):
     server, prompt = servers("mixed"), make_prompt(12, 200)
     body = {

@@ -30,8 +30,9 @@ def test_a_look_ahead_that_cannot_be_taken_up_is_dropped():
 
 def test_nothing_is_drafted_for_places_behind_the_end():
     """The target adds a token of its own to those that stand: the last one is never drafted."""
-    request = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=6), output_ids=[1, 2])
-    assert [speculation.room_for_output(limit, request) for limit in (0, 2, 3, 16)] == [0, 2, 3, 3]
+    limit = SimpleNamespace(max_new_tokens=6)
+    request = SimpleNamespace(sampling_params=limit, output_ids=[1, 2], grammar=None)
+    assert [speculation.room_for_output(most, request) for most in (0, 2, 3, 16)] == [0, 2, 3, 3]
     request.output_ids = [1] * 6
     assert speculation.room_for_output(16, request) == 0
 
