@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fathom.runtime.draft.pace import EXPECTED, Pace
 from fathom.runtime.sglang_host import draft_side
-from fathom.runtime.sglang_host.draft_side import Guess, _guesses
+from fathom.runtime.sglang_host.draft_side import DraftSide, Guess, _guesses
 
 
 def request(temperature, greedy=False):
@@ -34,3 +35,34 @@ def test_nobody_is_asked_for_nothing():
     assert _guesses([], torch.empty(0, 9)) == []
     (guess,) = _guesses([(request(0.7, True), 1)], torch.tensor([[0.0, 3.0, 1.0]]))[0]
     assert guess == Guess(1, 1.0)
+
+
+def test_a_token_that_was_drawn_counts_as_much_as_the_draft_was_sure_of_it():
+    """Eight tokens, each drawn with probability 1/4 by draft and target alike: two are all it can foresee."""
+    pace = Pace(4, 0.5)
+    draft_side._learn(pace, [Guess(1, 0.25)] * 8, [1, 1, 0, 0, 0, 0, 0, 0])
+    for evidence in (pace.own, pace.shared):
+        kept = evidence.memory**2
+        assert (evidence.stood, evidence.tried) == pytest.approx((kept * EXPECTED + 2, kept + 2))
+
+
+def test_the_operators_cost_stands_for_the_estimate(monkeypatch):
+    model = SimpleNamespace(step_cost=lambda: 0.4)
+    for cost, used in ((None, 0.4), (0.0, 0.0), (0.7, 0.7)):
+        monkeypatch.setattr(draft_side.OPTIONS, "cost", cost)
+        assert DraftSide(model, torch.zeros(1, 1)).cost == used
+
+
+def test_the_engine_reports_kv_of_all_devices_and_no_scratch_slots():
+    virtual, page, devices = 4096, 4, 2
+    pool = SimpleNamespace(page_size=page, layer_num=3, get_kv_size_bytes=lambda: (1000, 24))
+    config = SimpleNamespace(model_path="draft")
+    runner = SimpleNamespace(ps=SimpleNamespace(tp_size=devices), model_config=config)
+    model = SimpleNamespace(pool=pool, runner=runner, scratch=virtual + page, placed_lists=7, graphs=None)
+    model.step_cost = lambda: 0.4
+    side = DraftSide(model, torch.zeros(1, 1))
+    side.totals.accepted, side.totals.prompt_tokens_kept = 5, 9
+    found = side.report()
+    assert (found["slots"], found["kv_bytes"], found["layers"]) == (virtual, 2048, 3)
+    assert (found["accepted"], found["prompt_tokens_kept"], found["requests"]) == (5, 9, 0)
+    assert found["replayed_steps"] == {} and found["model"] == "draft" and found["step_cost"] == 0.4

@@ -28,6 +28,30 @@ def test_a_look_ahead_that_cannot_be_taken_up_is_dropped():
     assert state.ahead is None
 
 
+def test_a_look_ahead_is_taken_up_beside_the_log_probabilities_of_answers(monkeypatch):
+    """No request asks for those of tokens that are in this step's prompts."""
+    ahead = Prompt(torch.arange(5, dtype=torch.int32), 3, frozenset(), [7, 8, 9])
+    sampling = SimpleNamespace(max_new_tokens=3, top_k=1, sampling_seed=None)
+    request = SimpleNamespace(sampling_params=sampling, output_ids=[], grammar=None)
+    state = DraftState(Pace(4, 0.1, shared_evidence()), ahead=ahead)
+    batch = SimpleNamespace(
+        return_logprob=True,
+        extend_logprob_start_lens=[5],
+        extend_lens=[5],
+        reqs=[request],
+        sampling_info=SimpleNamespace(sampling_seed=None),
+    )
+    side = SimpleNamespace(state=lambda _: state, model=SimpleNamespace(vocabulary=10))
+    room = SimpleNamespace(
+        take=lambda wanted: [Tail(one, 5, count, np.zeros(0)) for one, count in wanted],
+        shrink=lambda tails, kept: tails,
+    )
+    monkeypatch.setattr(speculation, "drafts", lambda _: True)
+    monkeypatch.setattr(speculation, "alternates", lambda _: False)
+    (proposal,) = speculation.propose_ahead(batch, side, room)
+    assert proposal.tokens == [7, 8] and proposal.ahead is ahead and proposal.masks == [None] * 3
+
+
 def test_nothing_is_drafted_for_places_behind_the_end():
     """The target adds a token of its own to those that stand: the last one is never drafted."""
     limit = SimpleNamespace(max_new_tokens=6)
