@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from fathom.runtime.draft.pace import Pace
+from fathom.runtime.sfi.trigger import Stretch
 from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()
@@ -17,7 +19,7 @@ from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # noqa: E
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # noqa: E402
 
 from fathom.runtime.sglang_host import speculation  # noqa: E402
-from fathom.runtime.sglang_host.rows import allows, grammar_mask  # noqa: E402
+from fathom.runtime.sglang_host.rows import RowSampler, allows, grammar_mask  # noqa: E402
 from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
 
 REGEX = "[0-9]{3}"
@@ -47,8 +49,81 @@ def test_what_was_said_is_taken_up_as_far_as_it_is_allowed(grammar, tokenizer, s
     proposal = speculation.Proposal(0, None, SimpleNamespace(request=SimpleNamespace(grammar=grammar)))
     speculation._take_up(proposal, tokens, len(tokenizer))
     assert proposal.tokens == tokens[:taken]
-    assert len(proposal.masks) == taken + 1 and proposal.ended == (taken == 3)
+    assert proposal.ended == (taken == 3)
     assert torch.equal(grammar_mask(grammar, len(tokenizer)), before)
+    check_masks(proposal, grammar, len(tokenizer))
+
+
+def check_masks(proposal, grammar, vocabulary):
+    """One before each token and one after the last. Ends with the grammar behind the tokens."""
+    assert len(proposal.masks) == len(proposal.tokens) + 1
+    for token, mask in zip([*proposal.tokens, None], proposal.masks, strict=True):
+        want = grammar_mask(grammar, vocabulary)
+        assert want is mask is None or torch.equal(want, mask)
+        if token is not None:
+            grammar.accept_token(token)
+
+
+@pytest.mark.parametrize(("said", "room"), [("123<|end|>45", 5), ("123<|end|>", 3), ("123", 2), ("12", 1)])
+def test_what_is_drafted_is_what_the_grammar_allows(grammar, tokenizer, said, room):
+    tokens = tokenizer.encode(said, add_special_tokens=False)
+    before = grammar_mask(grammar, len(tokenizer))
+    proposal = drafted(grammar, tokenizer, tokens, room)
+    end = tokenizer.encode("<|end|>", add_special_tokens=False)[0]
+    most = tokens.index(end) + 1 if end in tokens else len(tokens)
+    assert proposal.tokens == tokens[: min(room, most)]
+    assert proposal.ended == (end in proposal.tokens)
+    assert torch.equal(grammar_mask(grammar, len(tokenizer)), before)
+    check_masks(proposal, grammar, len(tokenizer))
+
+
+def test_a_token_that_is_left_to_the_target_is_forgotten_by_the_grammar(grammar, tokenizer):
+    """The step after it is slow."""
+    tokens = tokenizer.encode("123<|end|>", add_special_tokens=False)
+    before = grammar_mask(grammar, len(tokenizer))
+    stretch = Stretch(9, 0, False, np.arange(len(tokenizer)) == tokens[1])
+    proposal = drafted(grammar, tokenizer, tokens, 3, stretch)
+    assert proposal.tokens == tokens[:1] and not proposal.ended
+    assert torch.equal(grammar_mask(grammar, len(tokenizer)), before)
+    check_masks(proposal, grammar, len(tokenizer))
+
+
+def test_nothing_follows_the_end_of_a_grammar(grammar, tokenizer):
+    """Nor is anything put out that it forbids, however much the target would rather say it."""
+    tokens = tokenizer.encode("123<|end|>", add_special_tokens=False)
+    proposal = drafted(grammar, tokenizer, tokens, 5)
+    assert proposal.ended
+    logits = torch.nn.functional.one_hot(torch.tensor([*tokens, 0]), len(tokenizer)).float()
+    logits[:, tokenizer.encode(" the", add_special_tokens=False)[0]] = 2
+    proposal.sampler.request.return_logprob, proposal.sampler.request.logprob = False, None
+    state = SimpleNamespace(pace=Pace(5, 0.1))
+    side = SimpleNamespace(state=lambda _: state, totals=SimpleNamespace(proposed=0, accepted=0))
+    one = torch.tensor([11])
+    batch = SimpleNamespace(seq_lens_cpu=one, seq_lens=one, orig_seq_lens=one)
+    kept = []
+    tails = SimpleNamespace(settle=lambda _, counts: kept.extend(counts))
+    runs = speculation.settle(batch, [proposal], {0: logits}, side, tails)
+    assert runs[0].tokens == tokens
+    # The last of them is what the target would have said itself.
+    assert kept == [2] and (side.totals.proposed, side.totals.accepted) == (3, 2)
+    assert batch.seq_lens_cpu.tolist() == [13]
+
+
+def drafted(grammar, tokenizer, tokens, room, stretch=None):
+    """What is drafted by a draft that says these tokens."""
+    sampling = SimpleNamespace(top_k=1, sampling_seed=None, ignore_eos=True)
+    request = SimpleNamespace(grammar=grammar, sampling_params=sampling)
+    info = SimpleNamespace(logit_bias=None, sampling_seed=None)
+    # What the grammar forbids is what the draft would rather say.
+    rows = torch.nn.functional.one_hot(torch.tensor(tokens), len(tokenizer)).float()
+    rows[:, tokenizer.encode(" the", add_special_tokens=False)[0]] = 2
+    logits = iter(rows.split(1))
+    model = SimpleNamespace(read=lambda *_: next(logits))
+    side = SimpleNamespace(lists=lambda _: None, read=lambda *_: next(logits), model=model)
+    tail = Tail(request, 10, room, np.zeros(0, np.int64))
+    proposal = speculation.Proposal(0, tail, RowSampler(request, info, 0), stretch=stretch)
+    speculation._draft([proposal], side)
+    return proposal
 
 
 def test_nothing_is_drafted_behind_the_end_of_a_grammar(grammar, tokenizer):
@@ -56,7 +131,9 @@ def test_nothing_is_drafted_behind_the_end_of_a_grammar(grammar, tokenizer):
     ended, which it must not have forgotten."""
     sampling = SimpleNamespace(max_new_tokens=20, top_k=1, sampling_seed=None, ignore_eos=True)
     request = SimpleNamespace(grammar=grammar, output_ids=[], sampling_params=sampling, kv=None)
-    batch = SimpleNamespace(reqs=[request], sampling_info=SimpleNamespace(logit_bias=None, sampling_seed=None))
+    batch = SimpleNamespace(
+        reqs=[request], sampling_info=SimpleNamespace(logit_bias=None, sampling_seed=None)
+    )
     logits = torch.zeros(1, len(tokenizer))
     model = SimpleNamespace(read=lambda *_: logits, vocabulary=len(tokenizer))
     side = SimpleNamespace(width=lambda _: 4, lists=lambda _: None, read=lambda *_: logits, model=model)
