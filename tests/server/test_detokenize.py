@@ -1,0 +1,32 @@
+"""Token ids that reach a tokenizer, which takes numbers of 32 bits."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+from fathom.server.detokenize import FathomDetokenize  # noqa: E402
+
+MOST = (1 << 32) - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wrong"),
+    [
+        ([], None),
+        ([0, 5, MOST], None),
+        ([[0], [], [7, MOST]], None),
+        (["a", [None, "b"], 1.5], None),  # SGLang's to refuse
+        ([3, -1], -1),
+        ([MOST + 1, -1], MOST + 1),
+        ([[3], [4, 1 << 70]], 1 << 70),
+        ([[3], -9], -9),
+    ],
+)
+def test_only_such_ids_are_let_through(tokens, wrong):
+    handler = FathomDetokenize.__new__(FathomDetokenize)
+    found = handler._validate_request(SimpleNamespace(tokens=tokens))
+    assert found == (None if wrong is None else f"tokens must be integers in [0, {MOST}], got {wrong}")
