@@ -7,8 +7,8 @@ import pytest
 
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.runtime.sglang_host.offline import POLICY_KEY, OfflineEngine
+from fathom.runtime.sglang_host import offline, torchvision_ops
+from fathom.runtime.sglang_host.offline import POLICY_KEY, OfflineEngine, Timed
 
 torchvision_ops.declare()
 
@@ -55,6 +55,9 @@ def test_policies_have_prefixes_of_their_own(start):
     assert keys == [None, None, cache_key(None, DEEP), cache_key(None, PRUNED)]
     assert keys[2] and keys[3] and keys[2] != keys[3]
     assert [asked.input_ids for asked in manager.asked[:2]] == [[5, 6], [7]]
+    for asked in manager.asked:
+        wanted = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0.0}
+        assert {name: asked.sampling_params[name] for name in wanted} == wanted
     told = [asked.sampling_params.get("custom_params") for asked in manager.asked[::2]]
     assert told == [None, *({POLICY_KEY: policy.to_wire()} for policy in (Policy(), DEEP, PRUNED))]
 
@@ -63,3 +66,16 @@ def test_a_cache_that_is_not_emptied_is_an_error(start):
     start(Manager()).forget()
     with pytest.raises(RuntimeError, match="could not be emptied within 30"):
         start(Manager(flushes=False)).forget()
+
+
+def test_times_are_those_of_the_first_and_the_last_output(start, monkeypatch):
+    """On a clock that goes on by one with each look: when the batch is handed over, and when an output is there."""
+    ticks = iter(range(100, 200))
+    monkeypatch.setattr(offline, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    (timed,) = start(Manager()).run([[5]], 2)
+    assert timed.first == 1 and timed.last > timed.first
+
+
+def test_time_per_token_is_of_the_tokens_after_the_first():
+    assert Timed(first=2.0, last=8.0, tokens=4).tpot == 2.0
+    assert Timed(first=2.0, last=2.5, tokens=1).tpot == 0.5
