@@ -4,10 +4,18 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fathom.runtime.draft.pace import EXPECTED, LONGEST_REST, Pace, shared_evidence, speedup
+from fathom.runtime.draft.pace import (
+    EXPECTED,
+    FIRST_REST,
+    LONGEST_REST,
+    Evidence,
+    Pace,
+    shared_evidence,
+    speedup,
+)
 
 
 def play(pace: Pace, foreseen, steps: int) -> tuple[list[int], float, int]:
@@ -49,6 +57,7 @@ def test_a_draft_that_always_stands_is_used_to_the_full(cost):
     cost=st.floats(0.05, 1),
     most=st.integers(1, 16),
 )
+@example(acceptance=0.5, cost=EXPECTED, most=4)
 def test_no_width_is_better_than_the_chosen_one(acceptance, cost, most):
     """The speed-up of every width, token by token: 1 + a + a^2 + ... for 1 + width * cost."""
     pace = Pace(most, cost)
@@ -113,11 +122,12 @@ def test_drawn_tokens_count_as_much_as_the_draft_was_sure_of_them():
 @pytest.mark.parametrize("cost", [0.1, 0.5])
 def test_where_drafting_has_not_paid_a_request_that_guesses_wrong_drafts_nothing(cost):
     shared = shared_evidence()
-    for place in range(40):
+    for place in range(80):
         pace = Pace(4, cost, shared)
         pace.learn(0, 1)
         widths, _, _ = play(pace, itertools.repeat(False), 40)
         if place >= 4 / cost:
+            assert Pace(4, cost, shared).width() == 0, "with nothing that speaks for it"
             assert not any(widths) and pace.patience == LONGEST_REST
 
 
@@ -138,3 +148,30 @@ def test_a_bad_request_after_good_ones_gets_its_chance():
     pace = Pace(4, 0.5, shared)
     pace.learn(0, 1)
     assert pace.width() == 1
+
+
+def test_a_good_start_in_bad_times_is_no_reason_to_rest_longer():
+    shared = shared_evidence()
+    for _ in range(40):
+        play(Pace(4, 0.5, shared), itertools.repeat(False), 40)
+    pace = Pace(4, 0.5, shared)
+    pace.learn(1, 1)
+    while width := pace.width():
+        pace.record(width, 0)
+    assert pace.patience == FIRST_REST
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0.1, 9)), max_size=8), st.floats(0.5, 0.99))
+def test_each_token_counts_less_the_more_came_after_it(added, memory):
+    """More may stand than a draft was sure of; no more than all are expected to."""
+    evidence = Evidence(memory)
+    for stood, tried in added:
+        evidence.add(stood, tried)
+    after = [sum(tried for _, tried in added[place + 1 :]) for place in range(len(added))]
+    weights = [memory**count for count in (sum(tried for _, tried in added), *after)]
+    stood, tried = (
+        sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        for parts in zip((EXPECTED, 1.0), *added, strict=True)
+    )
+    assert (evidence.stood, evidence.tried) == pytest.approx((stood, tried))
+    assert evidence.acceptance == pytest.approx(min(stood / tried, 1))

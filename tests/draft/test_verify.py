@@ -110,7 +110,7 @@ def test_chance_at_its_ends(monkeypatch):
     assert accepted.sum() == 0 and 70 < following.sum() < 130
 
 
-@pytest.mark.parametrize("binding", ["top_k", "top_p", "min_p", "all"])
+@pytest.mark.parametrize("binding", ["top_k", "top_p", "min_p", "all", "at the limit"])
 def test_target_probs_are_what_the_sampler_draws_from(binding):
     """Against SGLang's own sampler: same support, and the same weights up to its scale."""
     from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
@@ -122,7 +122,11 @@ def test_target_probs_are_what_the_sampler_draws_from(binding):
     top_ks = torch.randint(1, vocabulary + 1, (rows,), generator=generator)
     top_ps = torch.rand(rows, generator=generator) * 0.9 + 0.1
     min_ps = torch.rand(rows, generator=generator) * 0.3
-    if binding != "all":
+    if binding == "at the limit":  # probabilities and limits without rounding, which often coincide
+        logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(rows, 1)
+        temperatures, top_ks = torch.ones(rows), torch.full_like(top_ks, 4)
+        top_ps, min_ps = (torch.randint(1, 9, (rows,), generator=generator) / 8 for _ in range(2))
+    elif binding != "all":
         top_ks = top_ks if binding == "top_k" else torch.full_like(top_ks, vocabulary)
         top_ps = top_ps if binding == "top_p" else torch.ones_like(top_ps)
         min_ps = min_ps if binding == "min_p" else torch.zeros_like(min_ps)

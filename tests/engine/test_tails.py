@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime.kv.memory import Growth
+from fathom.runtime.plan import build
 from fathom.runtime.sglang_host import kv_allocator
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.tails import Tails
@@ -15,12 +16,16 @@ from fathom.runtime.sglang_host.tails import Tails
 SPANS, WIDTH = 3, 40
 
 
-def allocator(pages, page_size, monkeypatch):
-    """Physical pages for so many virtual ones at all depths, and a virtual page for each."""
+def allocator(pages, page_size, monkeypatch, virtual=None):
+    """Physical pages for so many virtual ones at all depths; more virtual ones than these, or so many."""
     monkeypatch.setattr(kv_allocator, "get_spec", lambda: SimpleNamespace(speculative_draft_model_path=None))
     size = pages * page_size
     pool = SimpleNamespace(size=size * SPANS, spans=SPANS, layer_num=SPANS, span=1)
-    return DepthAllocator(size, page_size, torch.float32, "cpu", pool, need_sort=False)
+    made = DepthAllocator(size, page_size, torch.float32, "cpu", pool, need_sort=False)
+    if virtual is not None:
+        made.virtual_pages = virtual
+        made.clear()
+    return made
 
 
 def running(rows, lengths, made, page_size):
@@ -41,14 +46,18 @@ def pages_between(begin, end, size):
     return len({at // size for at in range(end)} - {at // size for at in range(begin)})
 
 
-def one_after_the_other(lengths, wanted, free, size):
+def one_after_the_other(lengths, wanted, free, size, virtual):
     """How many tokens each gets: what it wants, or half of it, and so on, until the pages are there."""
     found = []
     for length, count in zip(lengths, wanted, strict=True):
         count = min(count, WIDTH - length)
-        while count and pages_between(length, length + count, size) * SPANS > free:
+        while count and (
+            pages_between(length, length + count, size) * SPANS > free
+            or pages_between(length, length + count, size) > virtual
+        ):
             count //= 2
-        free -= pages_between(length, length + count, size) * SPANS
+        pages = pages_between(length, length + count, size)
+        free, virtual = free - pages * SPANS, virtual - pages
         found.append(count)
     return found
 
@@ -56,23 +65,23 @@ def one_after_the_other(lengths, wanted, free, size):
 @given(
     page_size=st.sampled_from([1, 4]),
     spare=st.integers(0, 12),
-    requests=st.lists(
-        st.tuples(st.integers(1, 36), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5
-    ),
+    virtual=st.integers(0, 12),
+    requests=st.lists(st.tuples(st.integers(1, 36), *[st.integers(0, 9)] * 3), min_size=1, max_size=5),
 )
 @settings(max_examples=150, deadline=None)
-def test_room_is_taken_for_all_at_once(page_size, spare, requests):
-    lengths, wanted, stays = map(list, zip(*requests, strict=True))
+def test_room_is_taken_for_all_at_once(page_size, spare, virtual, requests):
+    lengths, wanted, stays, said = map(list, zip(*requests, strict=True))
     held = sum(pages_between(0, length, page_size) for length in lengths)
     with pytest.MonkeyPatch.context() as patch:
-        made = allocator(held + spare, page_size, patch)
+        virtual = min(virtual, spare)
+        made = allocator(held + spare, page_size, patch, held + virtual)
     rows = torch.zeros(len(requests), WIDTH, dtype=torch.int32)
     asked = running(rows, lengths, made, page_size)
     pool, tails = made.memory.pool, Tails(made, rows)
 
     taken = tails.take(list(zip(asked, wanted, strict=True)))
     counts = [tail.count for tail in taken]
-    assert counts == one_after_the_other(lengths, wanted, spare * SPANS, page_size)
+    assert counts == one_after_the_other(lengths, wanted, spare * SPANS, page_size, virtual)
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
     own = [rows[row, :end].tolist() for row, end in enumerate(ends)]
@@ -83,7 +92,11 @@ def test_room_is_taken_for_all_at_once(page_size, spare, requests):
         ]
         assert all(made.memory.shared.depth(slot // page_size) == SPANS for slot in slots)
 
-    kept = [min(count, stay) for count, stay in zip(counts, stays, strict=True)]
+    drafted = [min(count, most) for count, most in zip(counts, said, strict=True)]
+    taken = tails.shrink(taken, drafted)  # a draft may say less than there is room for
+    ends = [length + count for length, count in zip(lengths, drafted, strict=True)]
+    assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
+    kept = [min(count, stay) for count, stay in zip(drafted, stays, strict=True)]
     tails.settle(taken, kept)
     ends = [length + count for length, count in zip(lengths, kept, strict=True)]
     assert [request.kv.kv_allocated_len for request in asked] == ends
@@ -91,3 +104,29 @@ def test_room_is_taken_for_all_at_once(page_size, spare, requests):
     assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
     left = {slot // page_size for row, end in enumerate(ends) for slot in rows[row, :end].tolist()}
     assert all(made.memory.shared.depth(page) == SPANS for page in left)
+
+
+@given(
+    page_size=st.sampled_from([1, 4]),
+    prompt=st.integers(1, 12),
+    counts=st.tuples(*[st.integers(0, 9)] * 3),
+)
+@settings(max_examples=60)
+def test_tables_of_their_own_end_where_the_request_ends(page_size, prompt, counts):
+    """Of a request whose upper layers keep less: as if only what stays had been computed."""
+    drafted, kept = min(counts[:2]), min(counts)
+    free, lengths = [], []
+    for steps in ((counts[0], drafted, kept), (kept, kept, kept)):
+        with pytest.MonkeyPatch.context() as patch:
+            made = allocator(20, page_size, patch)
+        rows = torch.zeros(1, WIDTH, dtype=torch.int32)
+        made.memory.open(0, build({"depth_cutoff": 1, "anchors": "bos"}, SPANS, 1), prompt)
+        asked = running(rows, [prompt], made, page_size)
+        tails = Tails(made, rows)
+        taken = tails.take([(asked[0], steps[0])])
+        assert [tail.count for tail in taken] == [steps[0]]
+        tails.settle(tails.shrink(taken, [steps[1]]), [steps[2]])
+        free.append((made.memory.pool.free, made.virtual_size()))
+        lengths.append(made.memory.tables.lengths(0))
+    assert lengths[0] == lengths[1] and len(lengths[0]) > 0
+    assert free[0] == free[1]
