@@ -57,7 +57,8 @@ def _table_5(shape: cost.ModelShape, prompt: int) -> float:
 def draft_shares(target: cost.ModelShape, draft: cost.ModelShape, prompt: int) -> dict[str, float]:
     """FLOPs of the target's prefill over the draft's: as computed here, and as Table 5 counts them."""
     whole, part = (
-        cost.prefill_flops(shape, cost.make_plan(shape.layers, prompt)) for shape in (target, draft)
+        cost.prefill_flops(shape, cost.make_plan(shape.layers, prompt), cost.SERVED)
+        for shape in (target, draft)
     )
     return {"computed": whole / part, "table_5": _table_5(target, prompt) / _table_5(draft, prompt)}
 

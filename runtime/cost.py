@@ -82,6 +82,11 @@ class ModelShape:
         return attention + 3 * self.hidden * self.intermediate
 
     @property
+    def qkv_weights(self) -> int:
+        """Those of one layer that give a token's query, key and value."""
+        return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
+
+    @property
     def head_weights(self) -> int:
         """Weights of the LM head."""
         return self.hidden * self.vocab
@@ -130,6 +135,8 @@ class CostPlan:
         packed: entries per layer and KV head of the copy that fast steps read; they are held beside the rest.
         slow_share: share of decode steps that read everything, in [0, 1].
         draft: model that reads the whole prompt first, if any: to judge it, or to propose tokens.
+        scored: FastKV's T: which tokens go on follows from what it computes, so it computes all of them whole; None
+            where nothing is chosen so.
 
     Raises:
         ValueError: when a deeper layer computes more, or one keeps more than it computed.
@@ -142,6 +149,7 @@ class CostPlan:
     packed: int = 0
     slow_share: float = 1.0
     draft: ModelShape | None = None
+    scored: int | None = None
 
     def __post_init__(self) -> None:
         steps = (self.prompt, *self.computed)
@@ -276,7 +284,8 @@ def make_plan(
         seen = above_t if fastkv and layer > fastkv.layer else entering
         computed.append(min(seen, above_k) if cut else seen)
         retained.append(computed[-1] if cut else min(seen, stay))
-    plan = CostPlan(prompt, tuple(computed), tuple(retained), draft=draft)
+    scored = fastkv.layer if fastkv else None
+    plan = CostPlan(prompt, tuple(computed), tuple(retained), draft=draft, scored=scored)
     if slow_fast is None:
         return plan
     packed = slow_fast.sink + slow_fast.selected
@@ -331,15 +340,20 @@ class Counting:
         score_flops: per attention score, beside its two dot products.
         gate_flops: per element of the MLP's intermediate layer.
         head_on_prompt: whether the LM head runs on every prompt token, or on the last.
+        ends: whether a token of which nobody reads more than its key and value, at the last layer or below a
+            narrowing, is only multiplied with the weights for query, key and value there.
     """
 
     causal: bool = True
     score_flops: int = 0
     gate_flops: int = 0
     head_on_prompt: bool = False
+    ends: bool = False
 
 
 CAUSAL = Counting()
+SERVED = Counting(ends=True)
+"""What this engine computes."""
 SPEED_TABLE_18 = Counting(causal=False, score_flops=4, gate_flops=1)
 """The rules under which all of Table 18 comes out; found by fitting, the paper does not state them."""
 SPECPREFILL_TABLE_5 = Counting(causal=False, head_on_prompt=True)
@@ -354,9 +368,12 @@ def _layer_flops(shape: ModelShape, tokens: float, pairs: float, counting: Count
 
 def prefill_flops(shape: ModelShape, plan: CostPlan, counting: Counting = CAUSAL) -> float:
     """FLOPs of the target's prefill up to the first token's logits."""
-    layers = sum(
-        _layer_flops(shape, n, n * (n + 1) / 2 if counting.causal else n * n, counting) for n in plan.computed
-    )
+    layers = 0.0
+    for layer, (tokens, above) in enumerate(itertools.pairwise((*plan.computed, 1)), 1):
+        whole = above if counting.ends and layer != plan.scored else tokens
+        # Those that are computed whole are the last ones.
+        pairs = whole * (tokens - (whole - 1) / 2) if counting.causal else whole * tokens
+        layers += _layer_flops(shape, whole, pairs, counting) + 2 * shape.qkv_weights * (tokens - whole)
     return layers + 2 * shape.head_weights * (plan.computed[0] if counting.head_on_prompt else 1)
 
 
@@ -419,7 +436,7 @@ class Prediction:
     """Dense divided by plan, each: above 1, the plan is cheaper.
 
     Attributes:
-        ttft: FLOPs until the first token, the draft's included.
+        ttft: FLOPs until the first token as this engine computes it, the draft's included.
         tpot: bytes read by all decode steps, weights and KV.
         tpot_kv: the same, KV alone: the limit for long contexts and large batches.
         kv: KV bytes held at the end (the last token has none), the packed copy of fast steps left out.
@@ -437,7 +454,8 @@ def predict(shape: ModelShape, plan: CostPlan, output: int, batch: int = 1) -> P
     steps = range(1, output)
     whole, part = ([decode_bytes(shape, p, at, batch) for at in steps] for p in (dense, plan))
     return Prediction(
-        ttft=prefill_flops(shape, dense) / (prefill_flops(shape, plan) + draft_flops(plan)),
+        ttft=prefill_flops(shape, dense, SERVED)
+        / (prefill_flops(shape, plan, SERVED) + draft_flops(plan, SERVED)),
         tpot=sum(step.total for step in whole) / sum(step.total for step in part),
         tpot_kv=sum(step.kv for step in whole) / sum(step.kv for step in part),
         kv=kv_bytes(shape, dense, output - 1) / kv_bytes(shape, plan, output - 1),

@@ -21,7 +21,8 @@ class StepHost(Protocol):
         """Within it, a decoding request reads what its phase says (``decode.py``): everything, or a selection."""
 
     def narrows(self, batch: Any) -> bool:
-        """Whether some request of the batch goes on with fewer tokens above some layer."""
+        """Whether rows of the batch leave it below its last layer: a policy drops them, or nobody reads more than
+        their keys and values."""
 
     def forward(self, batch: Any, **options: Any) -> Any:
         """Run the batch through all layers and sample: the dense path, and every decode step."""

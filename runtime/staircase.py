@@ -1,7 +1,9 @@
 """The staircase: run spans of layers over a batch whose requests go on with fewer and fewer tokens.
 
 Between two spans the rows that a request's plan drops are taken out of the batch. Which requests are dense and
-which are not makes no difference to the code: a plan without steps keeps every row.
+which are not makes no difference to the code: a plan without steps keeps every row. Rows of which nobody reads the
+hidden state any more, at the last layer or below a narrowing, leave one layer earlier: of them that layer computes
+keys and values alone.
 """
 
 import itertools
@@ -63,6 +65,16 @@ class Choice:
     earlier: np.ndarray
 
 
+def left_of(rows: Rows, stay: np.ndarray) -> Rows:
+    """The rows in ``stay``, as the layer sees them whose other rows are keys and values alone.
+
+    Token 0, where those behind it have gone, stands apart from the rest as an anchor does that is computed again.
+    """
+    request, position = rows.request[stay], rows.position[stay]
+    apart = (position[:-1] == 0) & (position[1:] > 1) & (request[:-1] == request[1:])
+    return Rows(request, position, rows.again[stay] | np.append(apart, False), rows.ghost[stay])
+
+
 Selector = Callable[[int, Step, np.ndarray], Choice]
 """Decides a SCORED step: (index of the request, step, positions of its rows)."""
 
@@ -72,6 +84,13 @@ class Host(Protocol):
 
     def run(self, rows: Rows, low: int, high: int) -> None:
         """Compute layers ``low .. high - 1`` of these rows; the hidden states stay with the host."""
+
+    def pays(self, rows: int, stay: int) -> bool:
+        """Whether it is worth a second look at a layer to compute only ``stay`` of ``rows`` rows whole."""
+
+    def end(self, rows: Rows, low: int, high: int, stay: np.ndarray) -> None:
+        """Compute layers ``low .. high - 1``; at the last of them only the rows in ``stay`` ([kept] int64,
+        ascending), whose hidden states stay with the host, and of all others keys and values."""
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
         """Drop the hidden states of all rows of ``rows`` but those in ``index`` ([kept] int64, ascending)."""
@@ -107,7 +126,11 @@ def _entering(work: Work, chosen: np.ndarray | None) -> tuple[np.ndarray, np.nda
 
 
 def climb(
-    host: Host, works: Sequence[Work], rows: Rows, selectors: Mapping[str, Selector] | None = None
+    host: Host,
+    works: Sequence[Work],
+    rows: Rows,
+    selectors: Mapping[str, Selector] | None = None,
+    wanted: np.ndarray | None = None,
 ) -> Rows | None:
     """Run all layers.
 
@@ -115,6 +138,8 @@ def climb(
         works: one per request of the batch, all for the same model.
         rows: of :func:`first_rows`.
         selectors: by mechanism, for plans with SCORED steps.
+        wanted: [requests] position from which on logits are read; by default those of the last prompt token, of
+            what was generated, and of each request's last row.
 
     Returns:
         The rows that reached the last layer, at least one per request; None when no row of any request goes on
@@ -131,8 +156,38 @@ def climb(
             rows = _recall(host, rows, earlier)
         if rows.ghost.all():
             return None
-        host.run(rows, low, high)
+        stay, ghost = _going_on(works, rows, high, selectors or {}, wanted)
+        if not host.pays(len(rows), int(stay.sum())):
+            host.run(rows, low, high)
+            continue
+        ended = high < layers and ghost[stay].all()
+        host.end(rows, low, high, np.zeros(0, np.int64) if ended else np.flatnonzero(stay))
+        if ended:
+            return None
+        rows = Rows(rows.request[stay], rows.position[stay], rows.again[stay], ghost[stay])
     return rows
+
+
+def _going_on(
+    works: Sequence[Work],
+    rows: Rows,
+    layer: int,
+    selectors: Mapping[str, Selector],
+    wanted: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows whose hidden state is read at ``layer``, as far as that is known before the layer below it has run, and
+    which of them are ghosts from there on: [rows] bool each.
+    """
+    if layer < works[0].plan.layers:
+        if any(step.layer == layer and step.kind == SCORED for work in works for step in work.plan.steps):
+            return np.ones(len(rows), bool), rows.ghost
+        stay, ghost, _ = _narrow(works, rows, layer, selectors)
+        return stay, ghost
+    if wanted is None:
+        wanted = np.array([work.prompt_tokens - 1 for work in works])
+    stay = (rows.position >= wanted[rows.request]) & ~rows.again
+    stay[np.append(np.flatnonzero(np.diff(rows.request)), len(rows) - 1)] = True
+    return stay, rows.ghost
 
 
 def _recall(host: Host, rows: Rows, earlier: Mapping[int, np.ndarray]) -> Rows:

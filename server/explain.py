@@ -276,8 +276,8 @@ def _costs(case: Case, plan: cost.CostPlan) -> dict[str, Any]:
     reads = [cost.decode_bytes(case.shape, plan, at, case.batch) for at in range(1, case.output)]
     held = case.span_bytes(plan)
     return {
-        "target_flops": cost.prefill_flops(case.shape, plan),
-        "draft_flops": cost.draft_flops(plan),
+        "target_flops": cost.prefill_flops(case.shape, plan, cost.SERVED),
+        "draft_flops": cost.draft_flops(plan, cost.SERVED),
         "step_weight_bytes": case.shape.step_weight_bytes(case.batch),
         "step_kv_bytes": sum(step.kv for step in reads) / len(reads) if reads else None,
         "span_kv_bytes": held,

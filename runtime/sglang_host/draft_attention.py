@@ -65,7 +65,8 @@ class DraftReads(SpanAttentionBackend):
     def forward_extend(
         self, q: torch.Tensor, k: Any, v: Any, layer: "RadixAttention", *args: Any, **kw: Any
     ) -> Any:
-        self._capture(q, layer)
+        if not self.storing:
+            self._capture(q, layer)
         return super().forward_extend(q, k, v, layer, *args, **kw)
 
     def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:

@@ -176,13 +176,25 @@ class DraftModel:
                 batch = passes.prepare(self.runner, tokens, positions, wanted, decode)
                 if capture is not None:
                     capture.rows = send(wanted, self.runner.device)
-                logits = passes.run(self.runner, batch)
+                if not decode and passes.ends_early(self.runner, len(rows), len(wanted)):
+                    ends = ListView(lists, [read.which for read in reads], lengths, [1] * len(reads))
+                    logits = passes.run_ending(
+                        self.runner, batch, wanted, lambda: self._look_at(ends, capture)
+                    )
+                else:
+                    logits = passes.run(self.runner, batch)
         finally:
             self.backend.captured = None
         # Models that share a vocabulary may pad their tables to different sizes.
         missing = self.vocabulary - logits.shape[1]
         logits = logits.float()
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def _look_at(self, ends: ListView, capture: Captured | None) -> None:
+        """Only each request's last token is computed from here on."""
+        if capture is not None:
+            capture.rows = torch.arange(len(ends.query) - 1, device=self.runner.device)
+        self.backend.read(ends, capture)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the KV of slots [n] int32 to others."""

@@ -269,6 +269,7 @@ class DraftSide:
             "kv_bytes": int(sum(sizes)) * devices,
             "requests": len(self.states),
             "step_cost": self.cost,
+            "ended_rows": self.model.backend.ended_rows,
             "placed_lists": self.model.placed_lists,
             "replayed_steps": getattr(self.model.graphs, "replayed", {}),
         } | vars(self.totals)

@@ -119,10 +119,17 @@ class KeptForward(SpanForward):
         batch = passes.prepare(self.runner, tokens, positions, np.array([len(positions) - 1]))
         # Requests of the step that decode slow and fast have no rows here.
         alternating, self.backend.alternating = self.backend.alternating, None
-        self.model.forward_split_prefill(batch.input_ids, batch.positions, batch, (0, upper))
+        given = batch.input_ids, batch.positions, batch
+        waits = self.compression if plan.propagation is not None else None
+        low = upper - 1 if waits is None else upper
+        if low > 0:
+            self.model.forward_split_prefill(*given, (0, low))
+        if waits is not None:
+            waits.wait(index, positions, batch.hidden_states, batch.residual)
+        else:  # nobody reads what they are above their last layer
+            self.backend.store_alone(lambda: self.model.forward_split_prefill(*given, (low, upper)))
+            self.backend.ended_rows += len(positions)
         self.backend.alternating = alternating
-        if plan.propagation is not None and self.compression is not None:
-            self.compression.wait(index, positions, batch.hidden_states, batch.residual)
 
     def _load(self, rows: Rows, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Tokens and positions of all rows; those of judged prompts do not stand in SGLang's input."""

@@ -1,10 +1,11 @@
 """One forward pass of a model over rows that we choose ourselves, outside SGLang's batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -13,6 +14,10 @@ from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+FEWEST_ENDED = 32
+"""Rows that leave a layer earlier, at least, for the layer's second pass over the others to pay."""
 
 
 def segments(slots: Sequence[np.ndarray], rows: Sequence[int]) -> SpanView:
@@ -79,4 +84,40 @@ def run(runner: "ModelRunner", batch: ForwardBatch) -> torch.Tensor:
     with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         # The class's own forward: the object's may be the one that called us.
         output = type(model).forward(model, batch.input_ids, batch.positions, batch)
+    return output.next_token_logits
+
+
+def ends_early(runner: "ModelRunner", rows: int, wanted: int) -> bool:
+    """Whether it pays to let the last layer compute only keys and values of the rows whose logits nobody wants."""
+    return hasattr(runner.model, "forward_split_prefill") and rows - wanted >= max(FEWEST_ENDED, wanted)
+
+
+@torch.no_grad()
+def run_ending(
+    runner: "ModelRunner", batch: ForwardBatch, wanted: np.ndarray, narrow: Callable[[], None]
+) -> torch.Tensor:
+    """:func:`run`, whose last layer computes the wanted rows alone, and of the others keys and values.
+
+    Args:
+        wanted: ascending rows; narrow: sets the views of these.
+    """
+    model, backend = runner.model, runner.attn_backend
+    layers, rows = runner.layer_info.num_effective_layers, send(wanted, batch.input_ids.device)
+
+    def run_layers(low: int, high: int) -> LogitsProcessorOutput | None:
+        return model.forward_split_prefill(batch.input_ids, batch.positions, batch, (low, high))
+
+    with forward_context(ForwardContext(attn_backend=backend)):
+        if layers > 1:
+            run_layers(0, layers - 1)
+        left = [x if x is None else x[rows] for x in (batch.hidden_states, batch.residual)]
+        backend.store_alone(lambda: run_layers(layers - 1, layers))
+        backend.ended_rows += len(batch.input_ids) - len(wanted)
+        # What the layer was given it may have changed in place.
+        batch.hidden_states, batch.residual = left
+        batch.input_ids, batch.positions = batch.input_ids[rows], batch.positions[rows]
+        set_wanted(batch, np.ones(len(wanted), np.int64))
+        narrow()
+        output = run_layers(layers - 1, layers)
+    assert output is not None
     return output.next_token_logits

@@ -191,6 +191,7 @@ class FathomScheduler(Scheduler):
             "packed_weights": getattr(runner.attn_backend, "packed_weights", 0),
             "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
             "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
+            "ended_rows": getattr(runner.attn_backend, "ended_rows", 0),
             "overlapped_steps": self.overlapped_steps,
             "looked_up_steps": getattr(runner.attn_backend, "looked_up_steps", 0),
             "prefill_attention": getattr(runner.attn_backend, "prefill_attention", None),

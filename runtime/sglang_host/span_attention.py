@@ -56,6 +56,10 @@ class _FetchedSlots(Sequence[np.ndarray]):
         return [row[:length] for row, length in zip(host, self._lengths.tolist(), strict=True)]
 
 
+class KeysStored(Exception):
+    """Keys and values of a layer's rows are in the pool; what would follow is not wanted."""
+
+
 class SpanAttentionBackend(AttentionBackend):
     """Attention over depth pages; how it is computed is a subclass's business.
 
@@ -73,6 +77,10 @@ class SpanAttentionBackend(AttentionBackend):
     """Whether somebody looks at what each layer is given."""
     replaced = False
     """Whether a step runs in which another forward takes the place of the model's own."""
+    ended_rows = 0
+    """Rows of prefill of which the last layer that they were in computed keys and values alone."""
+    storing = False
+    """While a layer is run for its rows' keys and values alone."""
     stored = True
     """Whether the pool has the keys of the rows whose attention is computed."""
     rows: torch.Tensor | None = None
@@ -188,10 +196,12 @@ class SpanAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         span_view = self._store(k, v, layer, save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         if layer.layer_id in self.taps:
             pool = self._pool(layer)
             self.taps[layer.layer_id](layer.layer_id, query, *pool, layer.scaling)
+        if self.storing:
+            raise KeysStored
+        output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         new = None if k is None else self._heads(k, v, layer)
         if self.alternating is None:
             self.extend(query, new, layer, span_view, output, None)
@@ -204,6 +214,21 @@ class SpanAttentionBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+    def store_alone(self, run: Callable[[], Any]) -> None:
+        """Run a layer up to its attention: keys and values of all rows, which are in the pool then, and taps.
+
+        Args:
+            run: one layer of the model; it may have changed its input in place.
+        """
+        self.storing = True
+        try:
+            run()
+        except KeysStored:
+            return
+        finally:
+            self.storing = False
+        raise RuntimeError("the layer has computed its attention elsewhere")
 
     # --- pieces ---
 

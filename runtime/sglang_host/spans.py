@@ -11,9 +11,10 @@ from fathom.runtime import staircase
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.sglang_host.compression import CompressionStep, selectors
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.passes import FEWEST_ENDED
 from fathom.runtime.sglang_host.requests import prompt_tokens
 from fathom.runtime.staging import send
-from fathom.runtime.staircase import Rows, Work
+from fathom.runtime.staircase import Rows, Work, left_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -44,11 +45,12 @@ class SpanForward:
             raise NotImplementedError("a prompt that comes as embeddings cannot be narrowed")
         self.forward_batch, self.plain = forward_batch, self.backend.batch
         self.logprob_starts = forward_batch.extend_logprob_start_lens_cpu
+        self.whole = forward_batch.capture_hidden_mode.need_capture() or self.backend.alternating is not None
         rows = self.first_rows()
         self._load(rows, input_ids, positions)
         self.logits: LogitsProcessorOutput | None = None
         chosen_by = selectors(self.compression, self._hidden) if self.compression else {}
-        if staircase.climb(self, self.works, rows, chosen_by) is None:
+        if staircase.climb(self, self.works, rows, chosen_by, self._wanted()) is None:
             # Chunks below the end of their prompts: what is sampled for them is dropped.
             dummy = torch.zeros(len(self.works), self.vocabulary, device=input_ids.device)
             return LogitsProcessorOutput(next_token_logits=dummy)
@@ -72,17 +74,48 @@ class SpanForward:
     # --- staircase.Host ---
 
     def run(self, rows: Rows, low: int, high: int) -> None:
-        batch, plain = self.forward_batch, self.plain
-        requests = len(self.works)
+        self._begin(rows, low, high)
+        self._layers(low, high)
+
+    def pays(self, rows: int, stay: int) -> bool:
+        return not self.whole and rows - stay >= max(FEWEST_ENDED, stay)
+
+    def end(self, rows: Rows, low: int, high: int, stay: np.ndarray) -> None:
+        self._begin(rows, low, high)
+        batch, last = self.forward_batch, high - 1
+        if low < last:
+            self._layers(low, last)
+        hidden, residual = self._hidden(stay) if batch.hidden_states is not None else (None, None)
+        self.backend.store_alone(lambda: self._layers(last, high))
+        self.backend.ended_rows += len(rows) - len(stay)
+        if len(stay) == 0:
+            return
+        # What the layer was given it may have changed in place.
+        chosen = send(stay, self.input_ids.device)
+        self.input_ids, self.positions = self.input_ids[chosen], self.positions[chosen]
+        batch.hidden_states, batch.residual = hidden, residual
+        self.backend.taps = {}
+        self._place(left_of(rows, stay))
+        self._layers(last, high)
+
+    def _begin(self, rows: Rows, low: int, high: int) -> None:
+        """Layers ``low .. high - 1`` are about to compute these rows."""
+        self._place(rows)
+        if self.compression is not None and self.compression.jobs:
+            self.compression.start(rows, low, self.plain.lengths, self.plain.virtual)
+            self.backend.taps = dict.fromkeys(range(low, high), self.compression.tap)
+
+    def _place(self, rows: Rows) -> None:
+        plain, requests = self.plain, len(self.works)
         count = np.bincount(rows.request, minlength=requests)
         again = np.bincount(rows.request[rows.again], minlength=requests).astype(bool)
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
         self.backend.set_batch(Batch(plain.rows, plain.lengths, plain.slots, count - again, again, ghost))
         self._resize(rows, count)
-        if self.compression is not None and self.compression.jobs:
-            self.compression.start(rows, low, plain.lengths, plain.virtual)
-            self.backend.taps = dict.fromkeys(range(low, high), self.compression.tap)
-        self.logits = self.model.forward_split_prefill(self.input_ids, self.positions, batch, (low, high))
+
+    def _layers(self, low: int, high: int) -> None:
+        given = self.input_ids, self.positions, self.forward_batch
+        self.logits = self.model.forward_split_prefill(*given, (low, high))
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
         chosen = send(index, self.input_ids.device)
@@ -103,6 +136,16 @@ class SpanForward:
         self.positions = torch.cat([self.positions, positions])[index]
         # Nothing above layer 0 reads a prompt's token ids.
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_zeros(len(positions))])[index]
+
+    def _wanted(self) -> np.ndarray | None:
+        """[requests] position from which on somebody reads logits; None where no more than usual."""
+        if self.logprob_starts is None:
+            return None
+        starts = [
+            min(work.begin + start, work.prompt_tokens - 1)
+            for work, start in zip(self.works, self.logprob_starts, strict=True)
+        ]
+        return np.array(starts)
 
     def _hidden(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states and residuals of some of the rows."""

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from fathom.runtime.sglang_host import (
     gpu_memory,
     gpu_streams,
     kv_schedule,
+    passes,
     slow_fast,
     split_prefill,
 )
@@ -226,7 +228,18 @@ class FathomWorker(TpModelWorker):
     def narrows(self, batch: ScheduleBatch) -> bool:
         if not batch.forward_mode.is_extend() or not isinstance(self.allocator, DepthAllocator):
             return False
-        return not all(self.allocator.plan_of(request).dense for request in batch.reqs)
+        if not all(self.allocator.plan_of(request).dense for request in batch.reqs):
+            return True
+        rows, logits = sum(batch.extend_lens), len(batch.reqs)
+        whole = bool(self.proposals) or batch.input_embeds is not None or not self._splits
+        return not whole and passes.ends_early(self.model_runner, rows, logits)
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether a batch of any requests may run a few layers at a time."""
+        config, runner = self.model_config, self.model_runner
+        plain = config.is_generation and not config.is_multimodal and self.ps.pp_size == 1
+        return plain and not runner.sliding_window_size and not runner.server_args.enable_lora
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)

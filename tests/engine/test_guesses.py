@@ -59,10 +59,12 @@ def test_the_engine_reports_kv_of_all_devices_and_no_scratch_slots():
     config = SimpleNamespace(model_path="draft")
     runner = SimpleNamespace(ps=SimpleNamespace(tp_size=devices), model_config=config)
     model = SimpleNamespace(pool=pool, runner=runner, scratch=virtual + page, placed_lists=7, graphs=None)
+    model.backend = SimpleNamespace(ended_rows=3)
     model.step_cost = lambda: 0.4
     side = DraftSide(model, torch.zeros(1, 1))
     side.totals.accepted, side.totals.prompt_tokens_kept = 5, 9
     found = side.report()
     assert (found["slots"], found["kv_bytes"], found["layers"]) == (virtual, 2048, 3)
     assert (found["accepted"], found["prompt_tokens_kept"], found["requests"]) == (5, 9, 0)
+    assert found["ended_rows"] == 3
     assert found["replayed_steps"] == {} and found["model"] == "draft" and found["step_cost"] == 0.4

@@ -87,6 +87,7 @@ def check_server(server, reference) -> None:
         got = generate(server, [prompts[i]])
         assert got[0][2]["cached_tokens"] == 0
         assert_same(got, [want[i]])
+    assert server.engine()["ended_rows"] > 5000
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,17 @@ import pytest
 import torch
 from oracles import fastkv as oracle
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from fathom.runtime.config import Policy
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
-from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host import requests, spans
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
+from fathom.runtime.sglang_host.span_attention import KeysStored, SpanAttentionBackend
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.specprefill.select import select_prompt
 
@@ -40,6 +42,7 @@ def layout():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.LAYOUT, "tsp_layer", TSP)
         patch.setattr(requests.LAYOUT, "propagation_buffer", 1000)
+        patch.setattr(spans, "FEWEST_ENDED", 2)
         requests._plan.cache_clear()
         yield
     requests._plan.cache_clear()
@@ -61,8 +64,12 @@ class Request:
 
 
 class Backend:
-    def __init__(self, memory):
-        self.memory, self.taps, self.alternating = memory, {}, "the step's"
+    storing, ended_rows = False, 0
+    store_alone = SpanAttentionBackend.store_alone
+
+    def __init__(self, memory, early):
+        # Beside requests that decode slow and fast no row leaves before its layer is done.
+        self.memory, self.taps, self.alternating = memory, {}, None if early else "the step's"
         self.token_to_kv_pool = SimpleNamespace(span=SPAN)
 
     def set_batch(self, batch):
@@ -94,6 +101,11 @@ class Model:
             if layer in self.backend.taps:
                 # What tells tokens apart in the keys adds nothing to a product with a query.
                 self.backend.taps[layer](layer, query, self.kv[layer], self.kv[layer], SCALE)
+            if self.backend.storing:
+                assert interval == (layer, layer + 1)
+                for given in filter(torch.is_tensor, (hidden, batch.residual)):
+                    given.fill_(-1)  # as a norm may that adds in place
+                raise KeysStored
         self.passes.append(SimpleNamespace(
             edges=interval, log_probs=batch.return_logprob, alternating=self.backend.alternating,
             states=hidden.int().tolist(),
@@ -120,9 +132,9 @@ class Model:
 class Engine:
     """Steps over some requests, in the order in which the worker takes them."""
 
-    def __init__(self, every, chunk=None, residual=True):
+    def __init__(self, every, chunk=None, residual=True, early=False):
         self.memory = KvMemory(PAGES, 1, LAYERS // SPAN, PAGES)
-        self.backend = Backend(self.memory)
+        self.backend = Backend(self.memory, early)
         self.model = Model(self.backend, residual)
         self.runner = SimpleNamespace(
             model=self.model, attn_backend=self.backend, device="cpu", spec_algorithm=None,
@@ -177,7 +189,7 @@ class Engine:
         info = SimpleNamespace(
             input_ids=ids, hidden_states="stale", residual="stale", return_logprob=True,
             extend_logprob_start_lens_cpu=starts, extend_seq_lens=torch.tensor(extends, dtype=torch.int32),
-            extend_seq_lens_cpu=extends,
+            extend_seq_lens_cpu=extends, capture_hidden_mode=CaptureHiddenMode.NULL,
         )  # fmt: skip
         self.model.passes.clear()
         output = forward(ids, positions, info)
@@ -248,11 +260,12 @@ def mixed(output=0):
     return [Request(row, policy, 40, output) for row, policy in enumerate(POLICIES, 1)]
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("cuts", [[40], [20, 40], [13, 36, 40], [39, 40], [1, 31, 44]])
-def test_all_policies_in_one_batch(cuts, residual):
+def test_all_policies_in_one_batch(cuts, residual, early):
     """Whole prompts, chunks, the last prompt token alone, and a prompt that ends beside generated tokens."""
-    engine = Engine(mixed(output=6), residual=residual)
+    engine = Engine(mixed(output=6), residual=residual, early=early)
     for end in cuts:
         _, logits = engine.step([end] * len(POLICIES))
         if end >= 40:
@@ -282,13 +295,46 @@ def test_where_nobody_goes_on_the_layers_above_are_left_out():
     assert engine.buffer.used == 30
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
-def test_log_probabilities_begin_at_the_same_token_after_every_narrowing(residual):
+def test_log_probabilities_begin_at_the_same_token_after_every_narrowing(residual, early):
     """SGLang gives where they begin as a row of what it sent; an anchor comes before that, dropped rows go."""
-    engine = Engine([Request(1, {}, 40, 3), Request(2, SPEED, 40, 3), Request(3, UNANCHORED, 40, 3)])
+    every = [Request(1, {}, 40, 3), Request(2, SPEED, 40, 3), Request(3, UNANCHORED, 40, 3)]
+    engine = Engine(every, residual=residual, early=early)
     engine.step([30, 30, 10])
     engine.step([40, 43, 40], starts=[0, 10, 29])
-    assert [each.edges for each in engine.model.passes] == [(0, CUTOFF), (CUTOFF, LAYERS)]
+    *_, before, last = engine.model.passes
+    assert (before.edges, last.edges) == ((CUTOFF - 1 if early else 0, CUTOFF), (CUTOFF, LAYERS))
+    assert (engine.backend.ended_rows > 0) == early
+
+
+def test_a_dense_prompt_leaves_the_last_layer_early_and_its_last_token_goes_through():
+    engine = Engine([Request(1, {}, 40), Request(2, {}, 40)], early=True)
+    _, logits = engine.step([40, 30])
+    assert [(each.edges, len(each.states)) for each in engine.model.passes] == [
+        ((0, LAYERS - 1), 70),
+        ((LAYERS - 1, LAYERS), 2),
+    ]
+    assert engine.backend.ended_rows == 68
+    assert logits.tolist() == [engine.every[0].states([39])[0], engine.every[1].states([29])[0]]
+
+
+def test_below_a_cutoff_all_rows_but_the_anchor_and_the_last_are_keys_and_values_alone():
+    engine = Engine([Request(1, SPEED, 40)], early=True)
+    _, logits = engine.step([40])
+    assert [(each.edges, len(each.states)) for each in engine.model.passes] == [
+        ((0, CUTOFF - 1), 40),
+        ((CUTOFF - 1, CUTOFF), 2),
+        ((CUTOFF, LAYERS), 2),
+    ]
+    assert engine.backend.ended_rows == 38 and logits.tolist() == engine.every[0].states([39])
+
+
+def test_of_a_chunk_of_which_nothing_goes_on_there_is_no_second_look():
+    engine = Engine([Request(1, SPEED, 40)], early=True)
+    engine.step([30])
+    assert [each.edges for each in engine.model.passes] == [(0, CUTOFF - 1)]
+    assert engine.backend.ended_rows == 30
 
 
 def test_embeddings_are_refused():
@@ -384,13 +430,15 @@ def random_request(draw, row, draft):
     return request
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("draft", [False, True])
-def test_any_requests_in_any_chunks(draft):
+def test_any_requests_in_any_chunks(draft, early):
     """Some decode while the prompts of others arrive; in the end each layer holds what the oracle says."""
     for seed in range(25):
         draw = random.Random(seed)
         every = [random_request(draw, row, draft) for row in range(1, draw.randint(2, 5))]
-        engine = Engine(every, draw.choice([1, 8, 9, 24, 64, 1000]) if draft else None, draw.random() < 0.5)
+        chunk = draw.choice([1, 8, 9, 24, 64, 1000]) if draft else None
+        engine = Engine(every, chunk, draw.random() < 0.5, early)
         goals = [len(request.origin_input_ids) + len(request.output_ids) for request in every]
         while any(request.length < goal for request, goal in zip(every, goals, strict=True)):
             ends = []

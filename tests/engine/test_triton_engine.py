@@ -61,6 +61,12 @@ def test_answers_are_the_oracles(answers, expected, name):
     assert (report["draft_tokens"] > 0) == ("speculative" in asked)
 
 
+def test_rows_leave_their_last_layer_with_keys_and_values(server, answers):
+    """The target's and the draft's, of prompts of 69 tokens in chunks of 64 that they share."""
+    engine = server.engine()
+    assert engine["ended_rows"] > 100 and engine["draft"]["ended_rows"] > 100
+
+
 def test_steps_overlap_are_replayed_and_the_device_writes_their_page_tables(server, answers):
     before = server.engine()
     for policy in ({}, MECHANISMS["FastKV"], MECHANISMS["SPEED"]):

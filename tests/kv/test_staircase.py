@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import SCORED, PlanError, PrefillPlan, Step
-from fathom.runtime.staircase import Choice, Work, climb, first_rows
+from fathom.runtime.staircase import Choice, Work, climb, first_rows, left_of
 
 LAYERS = 4
 
@@ -16,15 +16,30 @@ LAYERS = 4
 class Recorder:
     """Stands for the engine: remembers which positions of which request ran at which layer."""
 
-    def __init__(self, works):
+    def __init__(self, works, early=False):
         self.rows = first_rows(works)
-        self.ran = {}
+        self.early = early
+        self.ran, self.stored = {}, {}
         self.hidden = list(zip(self.rows.request.tolist(), self.rows.position.tolist(), strict=True))
 
     def run(self, rows, low, high):
         assert self.hidden == list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
         for layer in range(low, high):
             self.ran[layer] = (list(self.hidden), rows)
+
+    def pays(self, rows, stay):
+        return self.early and stay < rows
+
+    def end(self, rows, low, high, stay):
+        if low < high - 1:
+            self.run(rows, low, high - 1)
+        assert self.hidden == list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
+        self.stored[high - 1] = [
+            row for row, gone in zip(self.hidden, ~np.isin(np.arange(len(rows)), stay), strict=True) if gone
+        ]
+        self.hidden = [self.hidden[i] for i in stay]
+        if len(stay):
+            self.ran[high - 1] = (list(self.hidden), left_of(rows, stay))
 
     def keep(self, rows, index):
         assert len(rows) == len(self.hidden)
@@ -35,9 +50,9 @@ class Recorder:
         self.hidden = [(self.hidden + recalled)[i] for i in order]
 
 
-def run(works, selectors=None):
-    host = Recorder(works)
-    return host, climb(host, works, host.rows, selectors)
+def run(works, selectors=None, early=False, wanted=None):
+    host = Recorder(works, early)
+    return host, climb(host, works, host.rows, selectors, wanted)
 
 
 def speed(cutoff, anchor=True):
@@ -80,6 +95,40 @@ def test_the_anchor_is_computed_again_beside_the_last_prompt_token():
     assert host.rows.again.tolist() == [True] + [False] * 5 + [True] + [False] * 4 + [False]
     assert [positions(host, 3, i) for i in range(3)] == [[0, 8], [0, 8, 9, 10, 11], [9]]
     assert last is not None and not last.ghost.any()
+
+
+def test_rows_leave_a_layer_earlier_where_only_their_keys_are_read():
+    """Of the last layer, and of that below a cutoff, the rows that go no further have keys and values alone."""
+    works = [Work(DENSE, 0, 5, 5), Work(speed(3), 0, 6, 6), Work(speed(2), 4, 7, 9), Work(DENSE, 2, 4, 9)]
+    host, last = run(works, early=True)
+    assert [positions(host, layer, 0) for layer in range(LAYERS)] == [[0, 1, 2, 3, 4]] * 3 + [[4]]
+    assert [positions(host, layer, 1) for layer in range(LAYERS)] == [[0, 1, 2, 3, 4, 5]] * 2 + [[0, 5], [5]]
+    assert [positions(host, layer, 2) for layer in range(LAYERS)] == [[4, 5, 6], [6], [], []]
+    assert [positions(host, layer, 3) for layer in range(LAYERS)] == [[2, 3]] * 3 + [[3]]
+    assert host.stored == {
+        1: [(2, 4), (2, 5)],
+        2: [(1, 1), (1, 2), (1, 3), (1, 4)],
+        3: [*((0, i) for i in range(4)), (1, 0), (3, 2)],
+    }
+    assert last.position.tolist() == [4, 5, 6, 3] and last.ghost.tolist() == [False, False, True, False]
+
+
+def test_a_chunk_of_which_nothing_goes_on_ends_with_its_keys():
+    host, last = run([Work(speed(2), 0, 4, 9), Work(speed(2), 2, 6, 9)], early=True)
+    assert last is None and set(host.ran) == {0}
+    assert host.stored == {1: [*((0, i) for i in range(4)), *((1, i) for i in range(2, 6))]}
+
+
+def test_logits_that_are_wanted_keep_their_rows():
+    works = [Work(DENSE, 0, 5, 5), Work(DENSE, 3, 9, 7), Work(speed(2), 2, 6, 6)]
+    host, last = run(works, early=True, wanted=np.array([2, 6, 5]))
+    assert [positions(host, 3, i) for i in range(3)] == [[2, 3, 4], [6, 7, 8], [5]]
+    assert last.position.tolist() == [2, 3, 4, 6, 7, 8, 5]
+
+
+def test_where_it_does_not_pay_all_rows_stay():
+    host, last = run([Work(DENSE, 0, 5, 5), Work(speed(3), 0, 6, 6)])
+    assert host.stored == {} and len(last) == 5 + 2
 
 
 def test_scored_steps_ask_their_selector_at_their_layer():
@@ -136,7 +185,7 @@ def test_the_view_reads_what_the_rows_may_see(data):
         memory.grow([Growth(row, begin, end, np.array(pages[held:], np.int64))])
         works.append(Work(plan, begin, end, prompt))
         virtual.append((np.array(pages)[:, None] * size + np.arange(size)).ravel()[:end])
-    host, _last = run(works)
+    host, _last = run(works, early=data.draw(st.booleans()))
     lengths = np.array([work.end for work in works])
     for layer, (_, rows) in host.ran.items():
         count = np.bincount(rows.request, minlength=len(works))

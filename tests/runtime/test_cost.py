@@ -81,7 +81,11 @@ def test_the_papers_limits_at_128k():
     """SPEED, section 5.1: limit 32/24; measured 1.33 x TTFT, 25.0 % less KV."""
     plan = make_plan(32, 128 * 1024, speed=Speed(24))
     prediction = cost.predict(LLAMA_8B, plan, CONTINUATION)
-    assert prediction.ttft == pytest.approx(32 / 24, rel=1e-3)
+    dense = make_plan(32, 128 * 1024)
+    flops = cost.prefill_flops(LLAMA_8B, dense) / cost.prefill_flops(LLAMA_8B, plan)
+    assert flops == pytest.approx(32 / 24, rel=1e-3)
+    # Here a prompt's tokens leave their last layer with keys and values alone.
+    assert prediction.ttft == pytest.approx(31 / 23, rel=2e-3)
     assert prediction.kv == pytest.approx(32 / 24, rel=1e-3)
     assert 1 < prediction.tpot < prediction.tpot_kv < 32 / 24
     large_batch = cost.predict(LLAMA_8B, plan, CONTINUATION, batch=64)
@@ -163,6 +167,28 @@ def mechanisms(draw, layers):
         "speed": Speed(draw(st.integers(1, layers)), draw(st.integers(0, 4))) if some["c"] else None,
         "slow_fast": SlowFast(draw(st.floats(0, 1)), 4, 16, draw(st.integers(0, 200))) if some["d"] else None,
     }
+
+
+@given(data=st.data(), shape=shapes, tokens=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_served_flops_token_by_token(data, shape, tokens):
+    """A token is computed whole at a layer if it goes on, or if the layer decides who does; else up to its key."""
+    given = data.draw(mechanisms(shape.layers))
+    plan = make_plan(shape.layers, tokens, **given)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    projected = 2 * shape.hidden * (q + 2 * kv)
+    rest = 2 * (q * shape.hidden + 3 * shape.hidden * shape.intermediate)
+    want = 2 * shape.hidden * shape.vocab
+    for layer in range(1, shape.layers + 1):
+        there = plan.computed[layer - 1]
+        on = plan.computed[layer] if layer < shape.layers else 1
+        decides = given["fastkv"] is not None and layer == given["fastkv"].layer
+        for place in range(there):
+            want += projected
+            if decides or place >= there - on:
+                want += rest + (place + 1) * 4 * q
+    assert cost.prefill_flops(shape, plan, cost.SERVED) == pytest.approx(want)
+    assert cost.prefill_flops(shape, plan, cost.SERVED) <= cost.prefill_flops(shape, plan) * (1 + 1e-12)
 
 
 @given(data=st.data(), layers=st.integers(1, 12), tokens=st.integers(1, 3000), generated=st.integers(0, 300))

@@ -48,15 +48,18 @@ def figures(model, capsys):
 
 
 def test_a_policy_by_hand(figures):
-    """100 tokens: T = 2, K = 3. A layer has 576 weights, its KV entry 32 bytes, the head 80 weights."""
+    """100 tokens: T = 2, K = 3. A layer has 576 weights (128 for Q, K and V), the head 80; 32 bytes an entry."""
     found = figures("--prompt-tokens", 100, "--output-tokens", 5, "--policy", POLICY)
     assert [(s["computed"], s["kept"]) for s in found["spans"]] == [(100, 25), (100, 25), (50, 25), (2, 2)]
     dense, policy = found["costs"]["dense"], found["costs"]["policy"]
     # per layer: tokens x 2 x 576, and 2 heads x 4 x 4 for each of n (n + 1) / 2 pairs; 160 for the head
-    whole, half, two = 115200 + 5050 * 32, 57600 + 1275 * 32, 2304 + 3 * 32
-    assert dense["target_flops"] == 4 * whole + 160
-    assert policy["target_flops"] == 2 * whole + half + two + 160
-    assert found["ratios"]["ttft"] == pytest.approx(1107360 / 654560)
+    whole = 115200 + 5050 * 32
+    # one token goes through the last layer, which sees 100 of them; two through layer K, and one of two above it
+    last = 1152 + 100 * 32 + 99 * 256
+    below_k, above_k = 2 * 1152 + (49 + 50) * 32 + 48 * 256, 1152 + 2 * 32 + 256
+    assert dense["target_flops"] == 3 * whole + last + 160
+    assert policy["target_flops"] == 2 * whole + below_k + above_k + 160
+    assert found["ratios"]["ttft"] == pytest.approx(860256 / 572992)
     # a step reads (4 x 576 + 80) x 4 bytes of weights; KV of 77 and 400 entries, and of 1 to 4 generated tokens
     assert dense["step_weight_bytes"] == policy["step_weight_bytes"] == 9536
     assert (dense["step_kv_bytes"], policy["step_kv_bytes"]) == (410 * 32, 87 * 32)
@@ -81,7 +84,7 @@ def test_a_draft_and_fast_steps_by_hand(figures, model, tmp_path):
     )
     assert [(s["computed"], s["kept"]) for s in found["spans"]] == [(64, 64)] * 4
     costs = found["costs"]["policy"]
-    assert costs["draft_flops"] == 96 * 1152 + 96 * 97 // 2 * 32 + 160
+    assert costs["draft_flops"] == 1152 + 96 * 32 + 95 * 256 + 160  # its one layer is its last
     # the one step reads 65 entries if slow, 2 + 8 + 10 if fast
     assert costs["step_kv_bytes"] == 4 * 32 * (0.25 * 65 + 0.75 * 20)
     assert costs["compact_bytes"] == 4 * 32 * 12
