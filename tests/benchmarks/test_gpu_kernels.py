@@ -24,7 +24,7 @@ import importlib, sys
 from importlib.abc import MetaPathFinder
 
 TORCH = "torch torchgen functorch sympy mpmath networkx jinja2 markupsafe filelock fsspec typing_extensions"
-ALLOWED = {*sys.stdlib_module_names, *TORCH.split(), "triton", "numpy", "fathom"}
+ALLOWED = {*sys.stdlib_module_names, *TORCH.split(), "triton", "numpy", "fathom", "interpreter_scans"}
 
 class Refuse(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -48,6 +48,15 @@ LAUNCHES = """
 import json
 from triton.runtime.interpreter import InterpretedFunction
 from fathom.benchmarks import gpu_kernels
+
+# The interpreter runs one program after the other.
+sys.path.append(sys.argv.pop(1))
+import interpreter_scans
+from fathom.kernels import paged_decode, selector_scores, stable_top_k
+
+interpreter_scans.install()
+paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
+selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
 
 launched, run = set(), InterpretedFunction.run
 
@@ -108,7 +117,8 @@ def interpreted(tmp_path_factory):
     """A whole run in the interpreter: its result, what it printed, and the kernels that it launched."""
     folder = tmp_path_factory.mktemp("gpu")
     out, launched = folder / "out.json", folder / "launched.json"
-    done = run_python(ALLOWED + LAUNCHES, launched, *SMALL, "--out", out, TRITON_INTERPRET="1")
+    there = ROOT / "tests", launched
+    done = run_python(ALLOWED + LAUNCHES, *there, *SMALL, "--out", out, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout, json.loads(launched.read_text())
 

@@ -136,6 +136,9 @@ class Host:
         hidden = torch.from_numpy(self.position[rows]).float()
         return hidden.view(-1, 1).expand(-1, 3), hidden.view(-1, 1).expand(-1, 3) * 2
 
+    def pays(self, rows, stay):
+        return False
+
     def keep(self, rows, index):
         self.position = self.position[index]
 
