@@ -42,6 +42,7 @@ def check_all(server, target, draft, triggers, tolerance=TOLERANCE):
         account = expected.check(name, answer, tolerance=tolerance)
         narrowed = name not in ("dense", "SFI", "drafting")
         assert (account["kept_tokens"] < account["prompt_tokens"]) == narrowed
+    assert server.engine()["ended_rows"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
