@@ -102,7 +102,37 @@ def test_whole_prompts(roomy_server, reference):
 def test_chunks_of_64_on_pages_of_16(start_server, tiny_model, reference, base_flags):
     server = start_server(tiny_model, *base_flags, "--chunked-prefill-size", "64", "--page-size", "16")
     check_server(server, reference)
+    check_prompt_log_probabilities(server, tiny_model)
     assert server.stop() == 0
+
+
+def check_prompt_log_probabilities(server, path) -> None:
+    """Of whole prompts, of their ends, and of none beside others', four at once in the same chunks."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(6, model.config.vocab_size - 1) for _ in range(n)] for n in (200, 150, 97, 70)]
+    starts = [0, 120, -1, 69]
+    response = server.client.post(
+        "/generate",
+        json={
+            "input_ids": prompts,
+            "sampling_params": [{"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}] * len(prompts),
+            "return_logprob": [True] * len(prompts),
+            "logprob_start_len": starts,
+        },
+    )
+    assert response.status_code == 200, response.text
+    for prompt, start, output in zip(prompts, starts, response.json(), strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        got = output["meta_info"]["input_token_logprobs"]
+        begin = len(prompt) if start < 0 else start
+        assert [token for _, token, _ in got] == prompt[begin:]
+        want = [float(rows[at - 1, prompt[at]]) for at in range(max(begin, 1), len(prompt))]
+        # Nothing comes before the first token, and of what comes before the first one asked for SGLang has no row.
+        values = [value for value, _, _ in got]
+        assert values[:1] in ([], [None])
+        assert values[1:] == pytest.approx(want if begin == 0 else want[1:], abs=TOLERANCE)
 
 
 def test_chunks_of_256_with_retractions(retracting_server, reference):
