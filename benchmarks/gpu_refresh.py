@@ -39,6 +39,7 @@ from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.two_segment_attention import two_segment_attention
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.refresh import (
+    FIRST,
     RING_SLOTS,
     CudaLanes,
     EvidenceRing,
@@ -54,8 +55,6 @@ COLUMNS = [
     *("requests", "renewed", "pieces", "without ms", "in order ms", "beside ms", "refresh, ms a layer"),
     *("hidden", "beside : without"),
 ]
-FIRST = -1
-"""Priority of the step's stream, as ``runtime/sglang_host/gpu_streams.py`` has it."""
 
 
 class SlowStep:

@@ -18,6 +18,8 @@ import torch
 from fathom.kernels.two_segment_attention import Evidence
 
 MAIN, AUXILIARY = 0, 1
+FIRST = -1
+"""Priority of the stream that a step is launched or captured on, above that of the auxiliary one."""
 RING_SLOTS = 4
 """R of section 4.1."""
 

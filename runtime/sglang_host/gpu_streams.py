@@ -10,10 +10,10 @@ import torch
 from sglang.srt.model_executor.runner_utils.pool import _CAPTURE_STREAM_NAME
 from sglang.srt.runtime_context import set_stream
 
+from fathom.runtime.sfi.refresh import FIRST
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-FIRST = -1
 
 
 def put_steps_first(runner: "ModelRunner") -> None:

@@ -87,9 +87,14 @@ def run(runner: "ModelRunner", batch: ForwardBatch) -> torch.Tensor:
     return output.next_token_logits
 
 
+def pays(rows: int, stay: int) -> bool:
+    """Whether a layer is worth a second pass to compute only ``stay`` of ``rows`` rows whole."""
+    return rows - stay >= max(FEWEST_ENDED, stay)
+
+
 def ends_early(runner: "ModelRunner", rows: int, wanted: int) -> bool:
-    """Whether it pays to let the last layer compute only keys and values of the rows whose logits nobody wants."""
-    return hasattr(runner.model, "forward_split_prefill") and rows - wanted >= max(FEWEST_ENDED, wanted)
+    """Whether the last layer is to compute only keys and values of the rows whose logits nobody wants."""
+    return hasattr(runner.model, "forward_split_prefill") and pays(rows, wanted)
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from fathom.runtime import staircase
 from fathom.runtime.kv.view import Batch
+from fathom.runtime.sglang_host import passes
 from fathom.runtime.sglang_host.compression import CompressionStep, selectors
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.passes import FEWEST_ENDED
 from fathom.runtime.sglang_host.requests import prompt_tokens
 from fathom.runtime.staging import send
 from fathom.runtime.staircase import Rows, Work, left_of
@@ -78,22 +78,20 @@ class SpanForward:
         self._layers(low, high)
 
     def pays(self, rows: int, stay: int) -> bool:
-        return not self.whole and rows - stay >= max(FEWEST_ENDED, stay)
+        return not self.whole and passes.pays(rows, stay)
 
     def end(self, rows: Rows, low: int, high: int, stay: np.ndarray) -> None:
         self._begin(rows, low, high)
-        batch, last = self.forward_batch, high - 1
+        last = high - 1
         if low < last:
             self._layers(low, last)
-        hidden, residual = self._hidden(stay) if batch.hidden_states is not None else (None, None)
+        # Taken out before: what the layer is given it may change in place.
+        states = self._states(stay)
         self.backend.store_alone(lambda: self._layers(last, high))
         self.backend.ended_rows += len(rows) - len(stay)
         if len(stay) == 0:
             return
-        # What the layer was given it may have changed in place.
-        chosen = send(stay, self.input_ids.device)
-        self.input_ids, self.positions = self.input_ids[chosen], self.positions[chosen]
-        batch.hidden_states, batch.residual = hidden, residual
+        self._narrow(stay, states)
         self.backend.taps = {}
         self._place(left_of(rows, stay))
         self._layers(last, high)
@@ -118,12 +116,17 @@ class SpanForward:
         self.logits = self.model.forward_split_prefill(*given, (low, high))
 
     def keep(self, rows: Rows, index: np.ndarray) -> None:
-        chosen = send(index, self.input_ids.device)
+        self._narrow(index, self._states(index))
+
+    def _states(self, rows: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of some of the rows what the next layer is given; nothing before the first one."""
+        return (None, None) if self.forward_batch.hidden_states is None else self._hidden(rows)
+
+    def _narrow(self, rows: np.ndarray, states: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+        """These rows are left, with these states."""
+        chosen = send(rows, self.input_ids.device)
         self.input_ids, self.positions = self.input_ids[chosen], self.positions[chosen]
-        batch = self.forward_batch
-        if batch.hidden_states is not None:
-            batch.hidden_states = batch.hidden_states[chosen]
-            batch.residual = None if batch.residual is None else batch.residual[chosen]
+        self.forward_batch.hidden_states, self.forward_batch.residual = states
 
     def recall(self, earlier: Mapping[int, np.ndarray], order: np.ndarray) -> None:
         assert self.compression is not None

@@ -131,12 +131,18 @@ def test_where_drafting_has_not_paid_a_request_that_guesses_wrong_drafts_nothing
             assert not any(widths) and pace.patience == LONGEST_REST
 
 
-def test_a_good_request_drafts_to_the_full_after_many_bad_ones():
+def good_start_in_bad_times():
+    """Of a request whose first guess stood, after many of whose none did."""
     shared = shared_evidence()
     for _ in range(40):
         play(Pace(4, 0.5, shared), itertools.repeat(False), 40)
     pace = Pace(4, 0.5, shared)
     pace.learn(1, 1)
+    return pace
+
+
+def test_a_good_request_drafts_to_the_full_after_many_bad_ones():
+    pace = good_start_in_bad_times()
     widths, _, tokens = play(pace, itertools.repeat(True), 30)
     assert widths[0] > 0 and widths[-10:] == [4] * 10 and tokens > 100
 
@@ -151,11 +157,7 @@ def test_a_bad_request_after_good_ones_gets_its_chance():
 
 
 def test_a_good_start_in_bad_times_is_no_reason_to_rest_longer():
-    shared = shared_evidence()
-    for _ in range(40):
-        play(Pace(4, 0.5, shared), itertools.repeat(False), 40)
-    pace = Pace(4, 0.5, shared)
-    pace.learn(1, 1)
+    pace = good_start_in_bad_times()
     while width := pace.width():
         pace.record(width, 0)
     assert pace.patience == FIRST_REST

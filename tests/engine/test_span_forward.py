@@ -19,7 +19,7 @@ from fathom.runtime.config import Policy
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
-from fathom.runtime.sglang_host import requests, spans
+from fathom.runtime.sglang_host import passes, requests
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
@@ -42,7 +42,7 @@ def layout():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.LAYOUT, "tsp_layer", TSP)
         patch.setattr(requests.LAYOUT, "propagation_buffer", 1000)
-        patch.setattr(spans, "FEWEST_ENDED", 2)
+        patch.setattr(passes, "FEWEST_ENDED", 2)
         requests._plan.cache_clear()
         yield
     requests._plan.cache_clear()
