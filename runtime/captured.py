@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from fathom.kernels.two_segment_attention import FIELDS, SegmentPlan, two_segment_attention
-from fathom.runtime.decode import SlowFast, Step
+from fathom.runtime.decode import SlowFast
+from fathom.runtime.decode_step import Ahead, Step
 from fathom.runtime.kv.device_view import DUMMY, DeviceView
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.step import NOBODY, RefreshBatch, refresh_layer
@@ -61,8 +62,21 @@ class CapturedStep:
             step: one that is served; None for dummies alone.
             views, there: of each span.
         """
-        self.size, device = size, self.packed.device
-        plans = staged((len(self.packed), size, len(FIELDS)), torch.int32, device)
+        self.size = size
+        self._write(step, views, there)
+        if isinstance(step, Ahead):
+            rows, requests = len(step.owner), step.capacity
+            packed, renewed = self.packed[:, :rows], self.renewed[:, :, :requests]
+            crossed = packed.clone(), renewed.clone()
+            self._write(step.otherwise, views, there)
+            packed.copy_(torch.where(step.crossed.unsqueeze(1), crossed[0], packed))
+            if requests:
+                renewed.copy_(torch.where(step.crossed_places, crossed[1], renewed))
+
+    def _write(self, step: Step | None, views: Sequence[SpanView], there: Sequence[DeviceView]) -> None:
+        """The plans of one step, as the host has them."""
+        device = self.packed.device
+        plans = staged((len(self.packed), self.size, len(FIELDS)), torch.int32, device)
         plans[:] = torch.tensor(DUMMY_ROW, dtype=torch.int32)
         renewed = staged(tuple(self.renewed.shape), torch.int64, device)
         renewed[:] = torch.tensor(NOBODY).unsqueeze(1)
@@ -74,7 +88,7 @@ class CapturedStep:
                 plans[span, : len(step.owner)] = planned.step.plan.packed
                 renewed[span, :, : step.capacity] = planned.step.refresh.packed
                 pitch[span] = planned.width
-        self.packed[:, :size].copy_(plans, non_blocking=True)
+        self.packed[:, : self.size].copy_(plans, non_blocking=True)
         if step is None or step.capacity:
             self.renewed.copy_(renewed, non_blocking=True)
             self.pitch.copy_(pitch, non_blocking=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fathom.runtime.decode import Outcome
+from fathom.runtime.decode_step import Later, Outcome
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Part:
 
     Attributes:
         prompt_tokens: that it computed; None where it computed one generated token.
-        outcome: of a request that decodes slow and fast.
+        outcome: of a request that decodes slow and fast; when the part is settled it is known.
         timed: whether every request of the step decoded.
     """
 
@@ -96,7 +96,7 @@ class Part:
     account: Account
     held: Held
     prompt_tokens: int | None = None
-    outcome: Outcome | None = None
+    outcome: Outcome | Later | None = None
     timed: bool = False
 
 
@@ -177,6 +177,7 @@ class RequestLedger:
                 continue
             account.decode_steps += 1
             self.totals["decode_steps"] += 1
+            assert not isinstance(part.outcome, Later)
             if part.outcome is not None:
                 self._alternated(account, part.outcome)
             if part.timed:

@@ -127,6 +127,28 @@ class PhaseState:
         boundary = self._boundary[rows] & (since >= self.config.minimum_gap)
         return self._stale[rows] | boundary | (since >= self.config.refresh_budget)
 
+    def ahead(
+        self, rows: np.ndarray, refreshed: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """The same of one step later, whose token is not known yet.
+
+        Args:
+            refreshed: [batch] bool, as :meth:`advance` will be told.
+
+        Returns:
+            What :meth:`slow` will say where the token is no trigger and where it is one, and :meth:`stale`. Who is
+            slow in the first case is in the second.
+        """
+        since = np.where(refreshed, 0, self._since[rows] + 1)
+        stale = self._stale[rows] & ~refreshed
+        rested = since >= self.config.minimum_gap
+        always = stale | (since >= self.config.refresh_budget)
+        return (always | (self._boundary[rows] & ~refreshed & rested), always | rested), stale
+
+    def triggers(self, ids: np.ndarray) -> np.ndarray:
+        """[...] bool, which of these tokens are triggers."""
+        return self._trigger[ids]
+
     def stale(self, rows: np.ndarray) -> np.ndarray:
         """[batch] bool: has nothing been chosen yet for a request?"""
         return self._stale[rows]

@@ -190,6 +190,8 @@ class DraftSide:
         # Beams have more rows.
         for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=False):
             if requests.uses_draft(request):
+                # Where steps overlap, the last token may be unknown yet.
+                length = min(length, len(request.origin_input_ids) + len(request.output_ids))
                 state = self.state(request)
                 patience = state.pace.patience if drafts(request) else None
                 if length - state.read >= (patience or CATCH_UP):

@@ -60,11 +60,12 @@ def alternates(request: Req) -> bool:
 def decides_its_next_step(request: Req) -> bool:
     """Whether the host has to know the request's last tokens to compose its next step.
 
-    A chunk before the last of a prompt gives none.
+    A chunk before the last of a prompt gives none. What slow-fast decoding reads, the device decides
+    (``decode_step.Ahead``).
     """
     if request.inflight_middle_chunks:
         return False
-    return uses_draft(request) or alternates(request) or request.beam_group is not None
+    return bool(policy_of(request).get("speculative", False)) or request.beam_group is not None
 
 
 def ends_of(request: Req) -> frozenset[int]:

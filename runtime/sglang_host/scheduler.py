@@ -24,7 +24,12 @@ from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
-from fathom.runtime.sglang_host.requests import decides_its_next_step, separate_cache_key, uses_draft
+from fathom.runtime.sglang_host.requests import (
+    alternates,
+    decides_its_next_step,
+    separate_cache_key,
+    uses_draft,
+)
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -98,18 +103,21 @@ class FathomScheduler(Scheduler):
             self.engine_metrics = EngineMetrics(span_names(pool.start_layer, pool.layer_num, spans))
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        self._take_early()
+        self._take_early(running_batch.reqs)
         return super().get_next_batch_to_run(running_batch, last_batch)
 
-    def _take_early(self) -> None:
+    def _take_early(self, running: list[Req]) -> None:
         """Where steps overlap: process the last result before the next batch is composed, if that follows from it.
 
-        Usually a step is launched while the one before it runs. But the tokens of a request that drafts or decodes
-        slow and fast decide, on the host, what its next step does.
+        Usually a step is launched while the one before it runs. But the tokens of a request that drafts decide, on
+        the host, what its next step does; so do those of one that decodes slow and fast beside such requests.
         """
         if self.enable_overlap and self.result_queue:
             batch, result = self.result_queue[-1]
-            if any(map(decides_its_next_step, batch.reqs)):
+            waits = any(map(decides_its_next_step, batch.reqs))
+            if not waits and any(alternates(req) and not req.inflight_middle_chunks for req in batch.reqs):
+                waits = not self.tp_worker.foresees([*running, *batch.reqs])
+            if waits:
                 self.process_batch_result(batch, result)
                 self._taken = result
 

@@ -1,7 +1,7 @@
 """Slow-fast decoding on SGLang's batches: which rows alternate, and whose rows they are."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ import torch
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_serving
 
-from fathom.runtime.decode import AS_SERVED, Entry, Outcome, Shape, SlowFast, Step
+from fathom.runtime.decode import Shape, SlowFast
+from fathom.runtime.decode_step import AS_SERVED, Ahead, Entry, Later, Outcome, Step
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import RANDOM, Reading
 from fathom.runtime.sfi.trigger import Stretch, trigger_ids, trigger_mask
 from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.requests import alternates, policy_of
+from fathom.runtime.sglang_host.rows import drafts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -123,7 +125,7 @@ def phases(
     batch: "ScheduleBatch",
     runner: "ModelRunner",
     drafted: Mapping[int, int] | None = None,
-) -> Iterator[dict["Req", Outcome]]:
+) -> Iterator[dict["Req", Outcome | Later]]:
     """Within it, the rows of a batch that decode read what their phases say; at its end it yields what they did.
 
     Nothing happens for a batch without a request that alternates.
@@ -131,7 +133,7 @@ def phases(
     Args:
         drafted: in a decode batch that verifies drafted tokens, how many by place in the batch.
     """
-    found: dict[Req, Outcome] = {}
+    found: dict[Req, Outcome | Later] = {}
     if state is None or not concerns(batch):
         yield found
         return
@@ -147,16 +149,16 @@ def phases(
 
 def entry_of(state: SlowFast, request: "Req", length: int, drafted: int = 0) -> Entry:
     """A request that alternates; ``length`` is its tokens, the one that this step reads included."""
-    row = request.kv.req_pool_idx
+    row, known = request.kv.req_pool_idx, len(request.origin_input_ids) + len(request.output_ids)
     reading = AS_SERVED if row in state.seen else reading_of(request)
-    return Entry(row, length, request.output_ids, drafted, reading)
+    return Entry(row, length, request.output_ids, drafted, reading, ahead=length > known)
 
 
 def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Stretch]:
-    """How far the requests of a decode batch go on with fast steps; only those that have a compact buffer."""
-    if state is None or not concerns(batch):
+    """How far the drafting requests of a decode batch go on with fast steps; only those with a compact buffer."""
+    if state is None:
         return {}
-    own = [request for request in batch.reqs if alternates(request)]
+    own = [request for request in batch.reqs if alternates(request) and drafts(request)]
     state.take_in([entry_of(state, request, 0) for request in own])
     found = {request: state.stretch(request.kv.req_pool_idx) for request in own}
     return {request: stretch for request, stretch in found.items() if stretch is not None}
@@ -183,10 +185,37 @@ def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -
         else:
             entries.append(Entry(row, length, None))
         places.append(place - len(rows))
-    return state.begin(entries, np.array(places))
+    step = state.begin(entries, np.array(places))
+    if isinstance(step, Ahead):
+        assert not drafted and batch.input_ids is not None
+        step.look(batch.input_ids[-len(step) :])
+    return step
 
 
-def outcomes(step: Step, batch: "ScheduleBatch") -> dict["Req", Outcome]:
+def foresees(state: SlowFast | None, requests: Sequence["Req"]) -> bool:
+    """Whether the next decode step of these requests may be launched before its last tokens are known.
+
+    Whoever may have to choose anew needs room for evidence then, and whoever drafts needs the tokens. Steps in which
+    somebody may choose at random are not replayed: their fast ones are, if they are told apart before.
+    """
+    own = [request for request in requests if alternates(request)]
+    at_random = any(policy_of(request).get("sfi_selection") == RANDOM for request in own)
+    if state is None or at_random or any(map(drafts, requests)):
+        return False
+    longest = max((len(each.origin_input_ids) + len(each.output_ids) for each in own), default=0)
+    return state.holds_evidence(len(own), longest + 2)
+
+
+def known(state: SlowFast, request: "Req", outcome: Outcome | Later | None) -> Outcome | None:
+    """What a step was for a request, now that the token which it read is known."""
+    if isinstance(outcome, Later):
+        if outcome.outcome is None and request.kv.req_pool_idx in state.pending:
+            state.take_in([entry_of(state, request, 0)])
+        return outcome.outcome
+    return outcome
+
+
+def outcomes(step: Step, batch: "ScheduleBatch") -> dict["Req", Outcome | Later]:
     """End a step; what it was for the requests that alternate."""
     requests = {request.kv.req_pool_idx: request for request in decoding(batch)}
     found = zip(step.rows.tolist(), step.finish(), strict=True)

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 from fathom.kernels.kv_pair import KvPair
-from fathom.runtime.decode import Step
+from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.view import Batch, SpanView, Views
 from fathom.runtime.staging import send
 

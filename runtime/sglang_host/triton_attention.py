@@ -18,7 +18,8 @@ from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
 from fathom.kernels.span_tables import BLOCK, span_tables
 from fathom.runtime.captured import CapturedStep
 from fathom.runtime.config import MOST_DRAFTED
-from fathom.runtime.decode import SlowFast, Step
+from fathom.runtime.decode import SlowFast
+from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.view import Batch, SpanView, TableView

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,8 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fathom.runtime import flow
-from fathom.runtime.decode import Outcome, SlowFast
+from fathom.runtime.decode import SlowFast
+from fathom.runtime.decode_step import Later, Outcome
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
@@ -57,7 +58,7 @@ class FathomWorker(TpModelWorker):
     ledger: RequestLedger
     compression: Compression
     slow_fast: SlowFast | None = None
-    outcomes: dict[Req, Outcome]  # of this step: the requests that decode slow and fast
+    outcomes: dict[Req, Outcome | Later]  # of this step: the requests that decode slow and fast
     draft_worker: DraftWorker | None = None
     draft_side: DraftSide | None = None
     tails: Tails
@@ -311,9 +312,19 @@ class FathomWorker(TpModelWorker):
     def settle_accounts(self, launched: Launched) -> None:
         """Write down a step whose result has arrived, but for requests that had ended before it."""
         stands = [
-            part for part in launched.parts if not (part.request.finished() or part.request.is_retracted)
+            part if self.slow_fast is None else dataclasses.replace(part, outcome=self._outcome(part))
+            for part in launched.parts
+            if not (part.request.finished() or part.request.is_retracted)
         ]
         self.ledger.settle(dataclasses.replace(launched, parts=stands), time.perf_counter())
+
+    def _outcome(self, part: Part) -> Outcome | None:
+        assert self.slow_fast is not None
+        return slow_fast.known(self.slow_fast, part.request, part.outcome)
+
+    def foresees(self, requests: Sequence[Req]) -> bool:
+        """Whether the next decode step of these requests may be launched before its last tokens are known."""
+        return slow_fast.foresees(self.slow_fast, requests)
 
     def _note_plan(self, request: Req, account: Account) -> None:
         if not isinstance(self.allocator, DepthAllocator):

@@ -20,7 +20,8 @@ from fathom.kernels.compact_kv import compact_kv
 from fathom.kernels.triton_aot import discover
 from fathom.kernels.window_scores import pool_saliency, row_mean_scores, window_of
 from fathom.runtime import decode
-from fathom.runtime.decode import Entry, Shape, SlowFast
+from fathom.runtime.decode import Shape, SlowFast
+from fathom.runtime.decode_step import AS_SERVED, Entry
 from fathom.runtime.fastkv.select import Sizes, propagated_tokens, retained_entries
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.kv.view import Batch
@@ -121,7 +122,7 @@ class Server:
     def prefill(self, prefixes, new):
         self.attend([*map(sum, zip(prefixes, new, strict=True))], new, decodes=False)
 
-    def alternate(self, lengths, generated, new=None, prefixes=(), reading=decode.AS_SERVED):
+    def alternate(self, lengths, generated, new=None, prefixes=(), reading=AS_SERVED):
         """A step of requests that alternate, the last ones of the batch, behind such as prefill."""
         first, new = len(prefixes), new or []
         entries = [
@@ -190,7 +191,7 @@ def test_steps_ask_for_nothing_that_was_not_compiled_at_start(forms, heads, kv_h
         check(f"decode of {rows} requests")
     capacities, generated = set(), 0
     for rows, longest in ((1, 300), (2, 8192), (3, 8193), (4, 9001), (4, 16), (1, 40000), (5, 700)):
-        for reading in (decode.AS_SERVED, Reading(RANDOM, seed=3)):
+        for reading in (AS_SERVED, Reading(RANDOM, seed=3)):
             server.slow_fast.clear()
             for generated in (1, 2):
                 lengths = [longest - row for row in range(rows)]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.runtime.decode import Outcome
+from fathom.runtime.decode_step import Outcome
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
 

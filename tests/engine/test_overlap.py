@@ -1,5 +1,6 @@
 """Overlap scheduling, on a CPU: a step is launched before the result of the one before it is processed, unless it
-follows from that, and no answer or account shows it."""
+follows from that, and no answer or account shows it. Slow and fast steps are launched before it is known whether
+the token that they read ends a sentence."""
 
 import contextlib
 import json
@@ -17,33 +18,40 @@ from waiting import held, wait_until
 NEW_TOKENS = 12
 SPEC = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 2}
 FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
+SFI = {"decode": "slow_fast"}
 PLAIN = {
     "dense": {},
     "SPEED": {"depth_cutoff": 3},
     "FastKV": FASTKV,
     "SPEED and FastKV": {"depth_cutoff": 3} | FASTKV,
+    "SpecPrefill": SPEC,
+    "SFI": SFI,
+    "SFI at random": SFI | {"sfi_selection": "random"},
+    "SFI, once chosen": SFI | {"sfi_selection": "frozen"},
+    "all but drafting": SPEC | FASTKV | SFI | {"depth_cutoff": 3},
 }
 DECIDING = {
-    "SpecPrefill": SPEC,
-    "SFI": {"decode": "slow_fast"},
     "drafting": {"speculative": True},
-    "everything": SPEC | FASTKV | {"depth_cutoff": 3, "decode": "slow_fast", "speculative": True},
+    "drafting with SFI": SFI | {"speculative": True},
+    "everything": SPEC | FASTKV | SFI | {"depth_cutoff": 3, "speculative": True},
 }
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "40000", "--chunked-prefill-size", "64")
+FLAGS += ("--sfi-recent", "16", "--sfi-selected", "20", "--sfi-refresh-budget", "4")
 MIXED = ("--enable-mixed-chunk",)
 SAME = ("prompt_tokens", "kept_tokens", "deep_tokens", "retained_tokens", "propagated_tokens", "kv_bytes")
+ALTERNATED = ("fast_steps", "trigger_refreshes", "timeout_refreshes")
 
 
 @pytest.fixture(scope="module")
-def start(start_process, tiny_model, draft_of):
+def start(start_process, ending_pair):
     """Start a server with a draft: a function of whether steps overlap, flags and environment."""
-    draft = draft_of(0.004)
+    target, draft = ending_pair
 
     def run(overlaps, *flags, env=None):
         script = (
             [str(Path(__file__).with_name("overlapping.py"))] if overlaps else ["-m", "fathom.server.cli"]
         )
-        command = [sys.executable, *script, "serve", str(tiny_model), *FLAGS, *flags, *draft_flags(draft)]
+        command = [sys.executable, *script, "serve", str(target), *FLAGS, *flags, *draft_flags(draft)]
         return start_process(command, env)
 
     return run
@@ -78,7 +86,10 @@ def overlapped(server):
 @pytest.fixture(scope="module")
 def expected(waiting):
     policies = PLAIN | DECIDING
-    return {name: ask(waiting, prompt_of(name), policy, NEW_TOKENS) for name, policy in policies.items()}
+    found = {name: ask(waiting, prompt_of(name), policy, NEW_TOKENS) for name, policy in policies.items()}
+    reports = [answer["meta_info"]["fathom"] for answer in found.values()]
+    assert all(sum(report[cause] for report in reports) > 1 for cause in ALTERNATED)
+    return found
 
 
 def check(answer, want, count=NEW_TOKENS):
@@ -91,7 +102,9 @@ def check(answer, want, count=NEW_TOKENS):
         assert {name: report[name] for name in SAME} == {name: usual[name] for name in SAME}
     if not usual["policy"]["speculative"]:
         assert report["decode_steps"] == len(answer["output_ids"]) - 1
-        assert (report["fast_steps"] > 0) == (usual["fast_steps"] > 0)
+        if count == NEW_TOKENS:
+            assert {name: report[name] for name in ALTERNATED} == {name: usual[name] for name in ALTERNATED}
+        assert (report["fast_steps"] > 0) == (report["policy"]["decode"] == "slow_fast")
 
 
 @pytest.mark.parametrize("policies", [PLAIN, DECIDING, PLAIN | DECIDING], ids=["plain", "deciding", "both"])

@@ -13,7 +13,8 @@ import torch
 from oracles import attending, combined
 from oracles import sfi as oracle
 
-from fathom.runtime.decode import AS_SERVED, Entry, Shape, SlowFast
+from fathom.runtime.decode import Shape, SlowFast
+from fathom.runtime.decode_step import AS_SERVED, Entry
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
