@@ -42,7 +42,8 @@ class Work:
 
     Attributes:
         lengths: of prompts, in tokens; batch: prompts at a time; output: tokens of each answer.
-        cached: compute the prompts before the clock starts, so that decoding alone is timed.
+        cached: compute the prompts before the clock starts, so that decoding alone is timed; once a round for all
+            policies that leave the same KV.
         documents: different prompts in a batch; 0 for all of them. Requests with the same one share its KV.
         warm_up: tokens of the prompts of the round that does not count; 0 for as many as are measured.
         cells: file to which each cell is added, as a line of JSON, when it is measured: a run that is cut short
@@ -80,8 +81,10 @@ class Cell:
     """Medians over the rounds of one variant at one prompt length.
 
     Attributes:
-        ttft, tpot: seconds, mean over the batch.
-        rate: output tokens per second of the batch, from the first output to the last.
+        ttft: seconds, mean over the batch.
+        tpot: seconds per output token once all requests decode: of the tokens after the first output of the
+            request that had it last; mean over the requests that have such tokens.
+        rate: output tokens per second of the batch, from that first output to the last output.
         account: the scheduler's account of a request of the last round.
     """
 
@@ -153,18 +156,22 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
     """Each way in turn, forwards and backwards, after one round that does not count.
 
     Raises:
-        BenchError: when an account does not show what its variant is.
+        BenchError: when an account does not show what its variant is, or that its prompt was cached.
     """
+    page = engine.report.get("kv_pool", {}).get("page_size", 1)
     taken: dict[str, list[Cell]] = {way.name: [] for way in ways}
     for turn in range(-1, work.rounds):
-        for name in order([way.name for way in ways], turn):
+        prompts = prompts_of(length, work, turn)
+        for place, name in enumerate(order([way.name for way in ways], turn)):
             way = next(way for way in ways if way.name == name)
-            prompts = prompts_of(length, work, turn)
-            engine.forget()
+            if not work.cached or place == 0:
+                engine.forget()
             if work.cached:
                 engine.run(prompts, 1, way.policy)
             timed = engine.run(prompts, work.output, way.policy)
             check(way, timed)
+            if work.cached:
+                check_cached(way, timed, page)
             if turn >= 0:
                 taken[name].append(cell_of(timed))
                 note(work.cells, {"prompt": length, "variant": name, "round": turn + 1}, taken[name][-1])
@@ -189,14 +196,39 @@ def check(way: Variant, timed: Sequence[Any]) -> None:
             raise BenchError(f"{way.name}: the request was not served so: {one.account}")
 
 
+def check_cached(way: Variant, timed: Sequence[Any], page: int) -> None:
+    """BenchError where an account shows that more than the last page of a prompt was computed while it was timed.
+
+    Stock SGLang keeps no account.
+
+    Args:
+        page: tokens.
+    """
+    for account in (one.account for one in timed if one.account):
+        found, prompt = account["cached_tokens"], account["prompt_tokens"]
+        if found < prompt - page:
+            raise BenchError(f"{way.name}: {found} of {prompt} tokens of a timed prompt were cached")
+
+
 def cell_of(timed: Sequence[Any]) -> Cell:
-    """One round of one variant."""
-    wall = max(one.last for one in timed) - min(one.first for one in timed)
-    tokens = sum(one.tokens - 1 for one in timed)
+    """One round of one variant.
+
+    Where no request has tokens after the last one's first output, none decoded beside it: TPOT and rate are then
+    those of all tokens after each request's own first one, as they are for a batch of one.
+    """
+    begin = max(one.first for one in timed)
+    later = [one.tokens_after(begin) for one in timed]
+    if len(timed) > 1 and any(later):
+        tpots = [(one.last - begin) / tokens for one, tokens in zip(timed, later, strict=True) if tokens]
+    else:
+        begin = min(one.first for one in timed)
+        later = [one.tokens - 1 for one in timed]
+        tpots = [one.tpot for one in timed]
+    wall = max(one.last for one in timed) - begin
     return Cell(
         statistics.fmean(one.first for one in timed),
-        statistics.fmean(one.tpot for one in timed),
-        tokens / wall if wall > 0 else 0.0,
+        statistics.fmean(tpots),
+        sum(later) / wall if wall > 0 else 0.0,
         timed[-1].account,
     )
 

@@ -259,7 +259,7 @@ def formula_rows(length: int, cells: dict[str, Cell], shapes: dict[str, Any]) ->
 
 
 def sfi_rows(found: dict[int, dict[str, Cell]], limits: Any) -> list[dict[str, Any]]:
-    """Slow-Fast Inference, Figure 4: decode throughput of the batch in tokens per second."""
+    """Slow-Fast Inference, Figure 4: throughput in tokens per second once the whole batch decodes."""
     rows = []
     for length, cells in found.items():
         theirs = papers.SFI_TOKENS_PER_SECOND.get(length // 1024, (None, None))

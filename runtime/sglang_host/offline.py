@@ -26,20 +26,36 @@ class Timed:
     """One generation. Times in seconds on one clock that starts when its batch is handed over.
 
     Attributes:
-        first, last: when its first and last output were there.
-        tokens: output tokens.
+        outputs: when each output was there, and how many tokens there were by then.
         account: what the scheduler says was done for it; empty from stock SGLang.
     """
 
-    first: float
-    last: float
-    tokens: int
+    outputs: Sequence[tuple[float, int]]
     account: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> float:
+        """When its first output was there."""
+        return self.outputs[0][0]
+
+    @property
+    def last(self) -> float:
+        """When its last output was there."""
+        return self.outputs[-1][0]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens."""
+        return self.outputs[-1][1]
 
     @property
     def tpot(self) -> float:
         """Seconds per output token after the first one."""
         return (self.last - self.first) / max(1, self.tokens - 1)
+
+    def tokens_after(self, moment: float) -> int:
+        """Output tokens that were not there yet."""
+        return self.tokens - max((tokens for when, tokens in self.outputs if when <= moment), default=0)
 
 
 class OfflineEngine:
@@ -115,13 +131,13 @@ class OfflineEngine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         asked = GenerateReqInput(input_ids=prompt, sampling_params=dict(sampling), stream=True, extra_key=key)
-        first, meta = 0.0, {}
+        outputs, meta = [], dict[str, Any]()
         async for answer in self._engine.tokenizer_manager.generate_request(asked, None):
             meta = answer["meta_info"]
-            first = first or time.perf_counter() - begin
+            outputs.append((time.perf_counter() - begin, meta["completion_tokens"]))
         # SGLang's own manager gathers what each output reported: one account, at the end.
         account = (meta.get(POLICY_KEY) or [{}])[-1]
-        return Timed(first, time.perf_counter() - begin, meta["completion_tokens"], account)
+        return Timed(outputs, account)
 
     def forget(self) -> None:
         """Empty the prefix cache.

@@ -51,6 +51,7 @@ def test_policies_have_prefixes_of_their_own(start):
         timed = engine.run([[5, 6], [7]], 2, policy)
         assert [(one.tokens, one.account) for one in timed] == [(2, {"kept_tokens": 2})] * 2
         assert all(0 < one.first <= one.last for one in timed)
+        assert [[tokens for _, tokens in one.outputs] for one in timed] == [[1, 2]] * 2
     keys = [asked.extra_key for asked in manager.asked[::2]]
     assert keys == [None, None, cache_key(None, DEEP), cache_key(None, PRUNED)]
     assert keys[2] and keys[3] and keys[2] != keys[3]
@@ -73,9 +74,15 @@ def test_times_are_those_of_the_first_and_the_last_output(start, monkeypatch):
     ticks = iter(range(100, 200))
     monkeypatch.setattr(offline, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     (timed,) = start(Manager()).run([[5]], 2)
-    assert timed.first == 1 and timed.last > timed.first
+    assert timed.outputs == [(1, 1), (2, 2)]
+    assert (timed.first, timed.last, timed.tokens) == (1, 2, 2)
 
 
 def test_time_per_token_is_of_the_tokens_after_the_first():
-    assert Timed(first=2.0, last=8.0, tokens=4).tpot == 2.0
-    assert Timed(first=2.0, last=2.5, tokens=1).tpot == 0.5
+    assert Timed([(2.0, 1), (5.0, 3), (8.0, 4)]).tpot == 2.0
+    assert Timed([(2.0, 1), (2.5, 1)]).tpot == 0.5
+
+
+@pytest.mark.parametrize(("moment", "tokens"), [(1.0, 4), (2.0, 3), (4.9, 3), (5.0, 1), (8.0, 0), (9.0, 0)])
+def test_tokens_after_a_moment_were_not_there_at_it(moment, tokens):
+    assert Timed([(2.0, 1), (5.0, 3), (8.0, 4)]).tokens_after(moment) == tokens
