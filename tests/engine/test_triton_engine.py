@@ -69,13 +69,14 @@ def test_rows_leave_their_last_layer_with_keys_and_values(server, answers):
 
 def test_steps_overlap_are_replayed_and_the_device_writes_their_page_tables(server, answers):
     before = server.engine()
-    for policy in ({}, MECHANISMS["FastKV"], MECHANISMS["SPEED"]):
+    for policy in ({}, *(MECHANISMS[name] for name in ("FastKV", "SPEED", "SpecPrefill", "SFI"))):
         ask(server, prompt_of("overlapping"), policy, 8)
     engine = server.engine()
     grown = {name: engine[name] - before[name] for name in ("overlapped_steps", "looked_up_steps")}
-    assert grown["overlapped_steps"] >= 3 * 6  # of 7 decode steps each
-    assert grown["looked_up_steps"] >= 3 * 7
-    assert engine["replayed_steps"]["dense"] - before["replayed_steps"]["dense"] >= 3 * 7
+    assert grown["overlapped_steps"] >= 5 * 6  # of 7 decode steps each
+    assert grown["looked_up_steps"] >= 5 * 7
+    replayed = Counter(engine["replayed_steps"]) - Counter(before["replayed_steps"])
+    assert replayed["dense"] >= 4 * 7 and replayed["renewing"] >= 7
 
 
 def test_captured_steps_serve_batches_of_other_sizes(server, answers, expected):
@@ -97,12 +98,15 @@ def replayed_steps(server):
 
 
 def test_slow_and_fast_steps_are_replayed(server, answers, expected):
-    """Those of one request, and beside others that read everything; two requests out of step, too."""
+    """Those of one request, and beside others that read everything; two requests out of step, too.
+
+    Steps overlap, and what is captured serves either phase; the last one is launched before its end is seen.
+    """
     before, tokens = replayed_steps(server), 8
     alone = ask(server, prompt_of("SFI"), POLICIES["SFI"], tokens)
     account = expected.check("SFI", alone, tokens)
     replayed = replayed_steps(server) - before
-    assert replayed == {"alternating": account["fast_steps"], "renewing": account["slow_steps"]}
+    assert set(replayed) == {"renewing"} and 0 <= replayed["renewing"] - account["decode_steps"] <= 1
     assert account["fast_steps"] > 2 and account["slow_steps"] > 1
     before = replayed_steps(server)
     names = ["SFI", "dense", "SPEED"]
@@ -110,14 +114,14 @@ def test_slow_and_fast_steps_are_replayed(server, answers, expected):
         asked = {name: pool.submit(ask, server, prompt_of(name), POLICIES[name], tokens) for name in names}
     for name, answer in asked.items():
         expected.check(name, answer.result(), tokens)
-    assert (replayed_steps(server) - before)["alternating"] > 2
+    assert (replayed_steps(server) - before)["renewing"] > account["decode_steps"]
     before, prompts = replayed_steps(server), [prompt_of("SFI"), prompt_of("another")]
     pair = ask(server, prompts, POLICIES["SFI"], tokens)
     accounts = [
         expected.compare(prompt, POLICIES["SFI"], answer, tokens)
         for prompt, answer in zip(prompts, pair, strict=True)
     ]
-    assert (replayed_steps(server) - before)["renewing"] >= max(each["slow_steps"] for each in accounts)
+    assert (replayed_steps(server) - before)["renewing"] >= max(each["decode_steps"] for each in accounts)
 
 
 def test_choices_at_random_are_not_replayed(server):

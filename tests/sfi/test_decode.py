@@ -14,7 +14,7 @@ from oracles import attending, combined
 from oracles import sfi as oracle
 
 from fathom.runtime.decode import Shape, SlowFast
-from fathom.runtime.decode_step import AS_SERVED, Entry
+from fathom.runtime.decode_step import AS_SERVED, Ahead, Entry, Later
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
@@ -46,10 +46,14 @@ def exists(prompt, cutoff):
 
 
 class Loop:
-    """Greedy decoding of requests by row; prompts are computed by the oracle's model, with every key it has."""
+    """Greedy decoding of requests by row; prompts are computed by the oracle's model, with every key it has.
 
-    def __init__(self, model, state, width=400, reading=AS_SERVED):
-        self.reading = reading
+    Args:
+        late: how often a request's step is launched before the host knows the token that it reads, 0 to 1.
+    """
+
+    def __init__(self, model, state, width=400, reading=AS_SERVED, late=0.0):
+        self.reading, self.late, self.rng = reading, late, random.Random(3)
         self.model, self.state = model, state
         slots, self.layers = 12 * width, len(model.model.layers)
         self.free = torch.randperm(slots, generator=torch.Generator().manual_seed(1)).tolist()
@@ -77,9 +81,14 @@ class Loop:
         self.tokens[row], self.length[row], self.outcomes[row] = [int(logits.argmax())], len(prompt), []
         self.alternates[row], self.logits[row] = alternates, [logits]
 
-    def entry(self, row, drafted=0):
-        tokens = self.tokens[row] if self.alternates[row] else None
-        return Entry(row, self.length[row], tokens, drafted, self.reading)
+    def entry(self, row, drafted=0, late=False):
+        tokens = self.tokens[row][: -1 if late else None] if self.alternates[row] else None
+        return Entry(row, self.length[row], tokens, drafted, self.reading, late and tokens is not None)
+
+    def seen(self, row):
+        """What the steps of a request were, all its tokens known."""
+        self.state.take_in([self.entry(row)])
+        return [each.outcome if isinstance(each, Later) else each for each in self.outcomes[row]]
 
     def proposed(self, row, drafts):
         """As many of the drafted tokens as may be verified in one pass."""
@@ -95,13 +104,18 @@ class Loop:
         """One pass; ``drafts``: by row, tokens to verify in it."""
         for row in rows:
             self.length[row] += 1
-        self.state.take_in([self.entry(row) for row in rows])
+        late = {row: self.rng.random() < self.late for row in rows}
+        if drafts:
+            self.state.take_in([self.entry(row) for row in rows])
         asked = {row: self.proposed(row, guess) for row, guess in (drafts or {}).items()}
         asked = {row: asked.get(row, []) for row in rows}
         for row in rows:
             for own in self.slots[row]:
                 own.extend(self.free.pop() for _ in range(1 + len(asked[row])))
-        step = self.state.begin([self.entry(row, len(asked[row])) for row in rows])
+        step = self.state.begin([self.entry(row, len(asked[row]), late[row]) for row in rows])
+        assert isinstance(step, Ahead) == any(late[row] and self.alternates[row] for row in rows)
+        if isinstance(step, Ahead):
+            step.look(torch.tensor([self.tokens[row][-1] for row in rows]))
         counts = [1 + len(asked[row]) for row in rows]
         ids = [token for row in rows for token in (self.tokens[row][-1], *asked[row])]
         positions = torch.cat(
@@ -157,14 +171,18 @@ def agree(loop, row, model, prompt, cutoff=LAYERS, config=CONFIG, always_slow=Fa
     assert loop.tokens[row] == want.tokens
     torch.testing.assert_close(torch.stack(loop.logits[row]), torch.stack(want.logits), atol=1e-4, rtol=1e-4)
     if not always_slow:
-        assert [not outcome.fast for outcome in loop.outcomes[row]] == want.slow
+        assert [not outcome.fast for outcome in loop.seen(row)] == want.slow
     return want
 
 
-def test_rows_of_all_kinds_in_changing_batches(model):
+LATE = pytest.mark.parametrize("late", [0.0, 0.5, 1.0], ids=["known", "some late", "all late"])
+
+
+@LATE
+def test_rows_of_all_kinds_in_changing_batches(model, late):
     """Six requests, three of them with a short upper span, one always dense; the batch is another one each step."""
     state = new_state(runs=5)
-    loop = Loop(model, state)
+    loop = Loop(model, state, late=late)
     cases = list(
         zip(prompts([120, 37, 5, 90, 60, 2]), [LAYERS, CUTOFF, LAYERS, CUTOFF, LAYERS, CUTOFF], strict=True)
     )
@@ -177,13 +195,13 @@ def test_rows_of_all_kinds_in_changing_batches(model):
         want = agree(loop, row, model, prompt, cutoff, always_slow=row == 7)
         if row != 7:
             assert 1 < sum(want.slow) < len(want.slow)
-            causes = [outcome.cause for outcome in loop.outcomes[row] if outcome.cause]
+            causes = [outcome.cause for outcome in loop.seen(row) if outcome.cause]
             assert causes[0] == "start" and {"trigger", "timeout"} >= set(causes[1:])
         else:
             assert set(loop.outcomes[row]) == {None}
     assert state.totals["trigger_refreshes"] > 5 and state.totals["timeout_refreshes"] > 5
     assert state.totals["mixed_steps"] > 20 and state.refresh_seconds > 0
-    assert len(state.runs) == 5
+    assert len(state.runs) == 5 and not state.pending
 
 
 def test_a_budget_that_holds_everything_is_dense(model):
@@ -198,30 +216,29 @@ def test_a_budget_that_holds_everything_is_dense(model):
     agree(loop, 0, model, prompt, config=config, always_slow=True)
 
 
-def test_a_row_without_a_buffer_is_dense_and_one_that_is_dropped_starts_slow(model):
+@LATE
+def test_a_row_without_a_buffer_is_dense_and_one_that_is_dropped_starts_slow(model, late):
     state = new_state(runs=1)
-    loop = Loop(model, state)
+    loop = Loop(model, state, late=late)
     first, second = prompts([50, 70])
     loop.prefill(1, first)
     loop.prefill(2, second)
     for _ in range(12):
         loop.step([1, 2])
-    assert [outcome.compact_bytes > 0 for outcome in (loop.outcomes[1][0], loop.outcomes[2][0])] == [
-        True,
-        False,
-    ]
+    assert [loop.seen(row)[0].compact_bytes > 0 for row in (1, 2)] == [True, False]
     assert state.totals["dense_fallbacks"] == 1
     agree(loop, 1, model, first)
     agree(loop, 2, model, second, always_slow=True)
+    loop.step([1])
     state.drop(1)
-    assert len(state.runs) == 0
+    assert len(state.runs) == 0 and not state.pending
     loop.prefill(1, second)  # the same row, another request
     for _ in range(12):
         loop.step([1])
-    assert loop.outcomes[1][0].cause == "start"
+    assert loop.seen(1)[0].cause == "start"
     agree(loop, 1, model, second)
     state.clear()
-    assert len(state.runs) == 0 and not state.seen
+    assert len(state.runs) == 0 and not state.seen and not state.pending
 
 
 def test_rows_that_find_no_room_for_evidence_wait(model):
@@ -271,10 +288,11 @@ def test_passes_over_drafted_tokens_are_the_steps_they_stand_for(model, gap):
         assert len(loop.outcomes[row]) < 0.75 * (count - 1)
 
 
+@LATE
 @pytest.mark.parametrize("rule", ["fused", "frozen", "random", "none"])
-def test_controls(model, rule):
+def test_controls(model, rule, late):
     (prompt,) = prompts([140])
-    loop = Loop(model, new_state(), reading=Reading(rule, selected=9, recent=25, seed=1 << 40))
+    loop = Loop(model, new_state(), reading=Reading(rule, selected=9, recent=25, seed=1 << 40), late=late)
     loop.prefill(2, prompt)
     for _ in range(45):
         loop.step([2])
@@ -282,8 +300,8 @@ def test_controls(model, rule):
     want = combined.generate(model, prompt, 46, decode=how)
     assert loop.tokens[2] == want.tokens
     torch.testing.assert_close(torch.stack(loop.logits[2]), torch.stack(want.logits), atol=1e-4, rtol=1e-4)
-    assert [not outcome.fast for outcome in loop.outcomes[2]] == want.slow
-    assert [outcome.cause for outcome in loop.outcomes[2]] == want.causes
+    assert [not outcome.fast for outcome in loop.seen(2)] == want.slow
+    assert [outcome.cause for outcome in loop.seen(2)] == want.causes
     assert sum(want.slow) > 2 and (want.causes.count(None) == 44) == (rule == "frozen")
 
 
