@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fathom.runtime.kv.device_view import DeviceView
 from fathom.runtime.kv.lists import ListView, SlotLists
+from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import devices
 from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
@@ -90,10 +92,20 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
     queries: torch.Tensor
     several = True
     scale = 1.0
+    read_done: Any = None
+    """Event behind the last pass's only look at SGLang's request table: that its lists were placed."""
 
     def read(self, view: ListView, captured: Captured | None) -> None:
         super().read(view, captured)
         self.padded_to = 0
+
+    def device_view(self, layer_id: int, span_view: SpanView) -> DeviceView:
+        before = self.tables.placed
+        there = super().device_view(layer_id, span_view)
+        if self.tables.placed > before:
+            self.read_done = torch.get_device_module(self.req_to_token.device).Event()
+            self.read_done.record()
+        return there
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)

@@ -8,6 +8,7 @@ depth pages stand behind those slots for the target.
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,6 +143,11 @@ class DraftModel:
     def placed_lists(self) -> int:
         """How often lists of slots were written on a device."""
         return self.backend.tables.placed if isinstance(self.backend, TritonDraftBackend) else 0
+
+    @property
+    def read_done(self) -> Any:
+        """Event of a GPU after which the last pass does not look at SGLang's request table any more."""
+        return getattr(self.backend, "read_done", None)
 
     def read(
         self,

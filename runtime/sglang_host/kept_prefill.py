@@ -52,6 +52,11 @@ class KeptForward(SpanForward):
             if work.end >= work.prompt_tokens:
                 self._enter(index, request, side, chunk)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing enters: all of the batch are chunks before the ends of prompts that the draft judges."""
+        return len(self.entering) == len(self.works) and not self.before
+
     def _enter(self, index: int, request: "Req", side: DraftSide, chunk: int) -> None:
         """Split what enters into the sub-chunks that go first and the one that goes with the batch."""
         work, selection = self.works[index], side.state(request).selection

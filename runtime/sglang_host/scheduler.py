@@ -116,7 +116,7 @@ class FathomScheduler(Scheduler):
             batch, result = self.result_queue[-1]
             waits = any(map(decides_its_next_step, batch.reqs))
             if not waits and any(alternates(req) and not req.inflight_middle_chunks for req in batch.reqs):
-                waits = not self.tp_worker.foresees([*running, *batch.reqs])
+                waits = not self.tp_worker.foresees({*running, *batch.reqs})
             if waits:
                 self.process_batch_result(batch, result)
                 self._taken = result

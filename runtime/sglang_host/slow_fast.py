@@ -1,7 +1,7 @@
 """Slow-fast decoding on SGLang's batches: which rows alternate, and whose rows they are."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -192,11 +192,11 @@ def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -
     return step
 
 
-def foresees(state: SlowFast | None, requests: Sequence["Req"]) -> bool:
+def foresees(state: SlowFast | None, requests: Collection["Req"]) -> bool:
     """Whether the next decode step of these requests may be launched before its last tokens are known.
 
-    Whoever may have to choose anew needs room for evidence then, and whoever drafts needs the tokens. Steps in which
-    somebody may choose at random are not replayed: their fast ones are, if they are told apart before.
+    Whoever may have to choose anew needs room for evidence then, and whoever drafts needs the tokens. Steps in
+    which somebody may choose at random are not replayed: their fast ones are, if they are told apart before.
     """
     own = [request for request in requests if alternates(request)]
     at_random = any(policy_of(request).get("sfi_selection") == RANDOM for request in own)

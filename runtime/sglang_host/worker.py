@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -252,6 +252,10 @@ class FathomWorker(TpModelWorker):
             self._entered,
         )
         result = self._step_around(forward, batch, **options)
+        if isinstance(forward, KeptForward) and forward.idle:
+            assert self.draft_side is not None
+            # The next chunk may be composed while the draft still computes this one.
+            self.model_runner.shared_read_done_event = self.draft_side.model.read_done
         self._settle(batch, forward.compression)
         if isinstance(forward, KeptForward) and self.proposals:
             return self._settled(batch, result, forward.drafted_logits)
@@ -322,7 +326,7 @@ class FathomWorker(TpModelWorker):
         assert self.slow_fast is not None
         return slow_fast.known(self.slow_fast, part.request, part.outcome)
 
-    def foresees(self, requests: Sequence[Req]) -> bool:
+    def foresees(self, requests: Collection[Req]) -> bool:
         """Whether the next decode step of these requests may be launched before its last tokens are known."""
         return slow_fast.foresees(self.slow_fast, requests)
 
