@@ -301,17 +301,22 @@ class Step:
             Per request what the step was, None for one that always reads everything.
         """
         self.state.refresh_seconds += self.seconds
-        return self._note(np.arange(len(self)))
+        return self.note(np.arange(len(self)))
 
-    def _note(self, places: np.ndarray) -> list[Outcome | None]:
-        """Take note of what the step was for the requests at these places of it."""
+    def hold(self, places: np.ndarray) -> None:
+        """What the next step finds of the requests at these places of it: runs, and whose selection is new."""
         state, rows, alternates = self.state, self.rows[places], self.alternates[places]
-        renewed = self.evidence[places] >= 0
-        causes = state.phases.cause(rows).tolist()
         for span, plan in self.planned.items():
             held = plan.step.held[self.last[places]]
             state.held[span, rows] = np.where(alternates, held, state.held[span, rows])
         state.refreshed[rows] = np.where(alternates, self.refreshed[places], state.refreshed[rows])
+
+    def note(self, places: np.ndarray) -> list[Outcome | None]:
+        """Take note of what the step was for the requests at these places of it."""
+        self.hold(places)
+        state, rows, alternates = self.state, self.rows[places], self.alternates[places]
+        renewed = self.evidence[places] >= 0
+        causes = state.phases.cause(rows).tolist()
         share = self.seconds / max(self.capacity, 1)
         found: list[Outcome | None] = []
         for counts, slow, new, start, cause in zip(
@@ -414,7 +419,7 @@ class Ahead(Step):
         self.otherwise.seconds = self.seconds
         known = np.flatnonzero(~self.ahead)
         found: list[Outcome | Later | None] = [None] * len(self)
-        for place, outcome in zip(known.tolist(), self._note(known), strict=True):
+        for place, outcome in zip(known.tolist(), self.note(known), strict=True):
             found[place] = outcome
         for place in np.flatnonzero(self.ahead).tolist():
             found[place] = later = Later()
@@ -436,6 +441,6 @@ class Ahead(Step):
         crossed = phases.triggers(tokens)
         found: list[Outcome | None] = [None] * len(places)
         for step, own in ((self, crossed), (self.otherwise, ~crossed)):
-            for place, outcome in zip(np.flatnonzero(own).tolist(), step._note(places[own]), strict=True):
+            for place, outcome in zip(np.flatnonzero(own).tolist(), step.note(places[own]), strict=True):
                 found[place] = outcome
         return found

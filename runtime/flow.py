@@ -36,6 +36,9 @@ class StepHost(Protocol):
     def verify(self, batch: Any, **options: Any) -> Any:
         """Run a decode batch with the proposed tokens beside it, sample, and settle what stands."""
 
+    def follow(self, batch: Any, result: Any, **options: Any) -> Any:
+        """Run the decode steps of the batch that follow before the scheduler is asked again, if there are any."""
+
     def close_accounts(self, batch: Any, accounts: list[Any]) -> None:
         """Write down what this step computed for each request."""
 
@@ -49,5 +52,6 @@ def step(host: StepHost, batch: Any, **options: Any) -> Any:
             result = host.climb(batch, **options)
         else:
             result = host.verify(batch, **options) if host.proposed() else host.forward(batch, **options)
+    result = host.follow(batch, result, **options)
     host.close_accounts(batch, accounts)
     return result

@@ -89,7 +89,8 @@ class Part:
     Attributes:
         prompt_tokens: that it computed; None where it computed one generated token.
         outcome: of a request that decodes slow and fast; when the part is settled it is known.
-        timed: whether every request of the step decoded.
+        timed: whether every request of the step decoded; share: of the engine step's time, where it has several
+            parts for the request, one after the other.
     """
 
     request: Any
@@ -98,6 +99,7 @@ class Part:
     prompt_tokens: int | None = None
     outcome: Outcome | Later | None = None
     timed: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,9 @@ class RequestLedger:
             if part.outcome is not None:
                 self._alternated(account, part.outcome)
             if part.timed:
-                account.decode_seconds += seconds
-                account.fast_seconds += seconds * (part.outcome is not None and part.outcome.fast)
+                account.decode_seconds += part.share * seconds
+                fast = part.outcome is not None and part.outcome.fast
+                account.fast_seconds += part.share * seconds * fast
 
     def drop(self, request: Any) -> None:
         """The request was aborted while it waited, taken back before perhaps: nobody will ask for its account."""

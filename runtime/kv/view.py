@@ -25,6 +25,7 @@ class Batch:
             narrowing is there already; it is needed above.
         ghost: [requests] whether the request's one row is kept for its place in the batch only: it reads and writes
             the dummy page above the first narrowing.
+        beyond: tokens behind each request's ``lengths`` for which its private tables have room already.
     """
 
     rows: np.ndarray
@@ -33,14 +34,20 @@ class Batch:
     new: np.ndarray
     again: np.ndarray
     ghost: np.ndarray
+    beyond: int = 0
 
     @classmethod
     def plain(
-        cls, rows: np.ndarray, lengths: np.ndarray, slots: Sequence[np.ndarray], new: np.ndarray
+        cls,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        slots: Sequence[np.ndarray],
+        new: np.ndarray,
+        beyond: int = 0,
     ) -> "Batch":
         """A batch in which every request computes its last ``new`` tokens and nothing else."""
         none = np.zeros(len(rows), bool)
-        return cls(rows, lengths, slots, new, none, none)
+        return cls(rows, lengths, slots, new, none, none, beyond)
 
     @cached_property
     def entry(self) -> np.ndarray:
@@ -124,7 +131,7 @@ class TableView(SpanView):
         rows, tables = batch.rows.tolist(), memory.tables
         self.private = [tables.first_private(row) <= span for row in rows]
         counts = [
-            tables.length(row, span) if private else length
+            tables.length(row, span) - batch.beyond if private else length
             for row, private, length in zip(rows, self.private, batch.lengths.tolist(), strict=True)
         ]
         self.entry = np.concatenate([[0], np.cumsum(counts)])
@@ -148,11 +155,13 @@ class TableView(SpanView):
     def _all(self) -> np.ndarray:
         """[entries] int32 physical slots."""
         memory, batch = self.memory, self.batch
+        counts = np.diff(self.entry).tolist()
+        private = self.private or [False] * len(batch.rows)
         return np.concatenate(
             [
-                memory.tables.slots(row, self.span) if private else memory.shared.run(self.span, own)
-                for row, private, own in zip(
-                    batch.rows.tolist(), self.private or [False] * len(batch.rows), batch.slots, strict=True
+                memory.tables.slots(row, self.span)[:count] if own else memory.shared.run(self.span, virtual)
+                for row, own, virtual, count in zip(
+                    batch.rows.tolist(), private, batch.slots, counts, strict=True
                 )
             ]
         )

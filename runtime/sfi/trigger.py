@@ -145,6 +145,15 @@ class PhaseState:
         always = stale | (since >= self.config.refresh_budget)
         return (always | (self._boundary[rows] & ~refreshed & rested), always | rested), stale
 
+    def saved(self, rows: np.ndarray) -> list[np.ndarray]:
+        """What is known of these rows, for :meth:`put_back`."""
+        return [column[rows] for column in (self._since, self._boundary, self._stale)]
+
+    def put_back(self, rows: np.ndarray, saved: Sequence[np.ndarray]) -> None:
+        """Make what was :meth:`saved` of these rows true again."""
+        for column, values in zip((self._since, self._boundary, self._stale), saved, strict=True):
+            column[rows] = values
+
     def triggers(self, ids: np.ndarray) -> np.ndarray:
         """[...] bool, which of these tokens are triggers."""
         return self._trigger[ids]

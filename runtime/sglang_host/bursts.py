@@ -29,6 +29,11 @@ def with_runs(result: GenerationBatchResult, runs: dict[int, Run]) -> BurstResul
     assert isinstance(result.next_token_ids, torch.Tensor), "SGLang sampled in this step"
     for index, run in runs.items():
         result.next_token_ids[index] = run.tokens[-1]
+    return burst(result, runs)
+
+
+def burst(result: GenerationBatchResult, runs: dict[int, Run]) -> BurstResult:
+    """The result with the runs, whose last tokens are its ``next_token_ids``."""
     known = {item.name: getattr(result, item.name) for item in dataclasses.fields(result)}
     known["num_correct_drafts"] = sum(len(run.tokens) - 1 for run in runs.values())
     return BurstResult(**known, runs=runs)

@@ -31,25 +31,31 @@ class Run:
     chosen: list[tuple[list[float], list[int]]] = field(default_factory=list)
 
 
-def drafts(request: Req) -> bool:
-    """Whether the request wants drafted tokens, and they can be verified in one pass.
+def alone(request: Req) -> bool:
+    """Whether a token's distribution follows from the tokens before it, and no more is asked of its step.
 
-    Penalties and a minimal length make a row's distribution depend on what was drafted before it in ways that
-    SGLang's sampler keeps account of for one token per step; such requests run one token at a time. So do those
-    whose grammar cannot take tokens back (that of ``outlines``).
+    Penalties and a minimal length make it depend on them in ways that SGLang's sampler keeps account of for one
+    token per step; such requests run one token at a time.
     """
     p = request.sampling_params
     plain = p.frequency_penalty == 0 and p.presence_penalty == 0 and p.repetition_penalty == 1
     whole = not request.return_hidden_states and not request.return_sampling_mask
     return (
-        bool(policy_of(request).get("speculative", False))
-        and plain
+        plain
         and whole
         and p.min_new_tokens == 0
         and request.custom_logit_processor is None
         and request.beam_group is None
-        and takes_back(request.grammar)
     )
+
+
+def drafts(request: Req) -> bool:
+    """Whether the request wants drafted tokens, and they can be verified in one pass.
+
+    Requests whose grammar cannot take tokens back (that of ``outlines``) run one token at a time.
+    """
+    wanted = bool(policy_of(request).get("speculative", False))
+    return wanted and alone(request) and takes_back(request.grammar)
 
 
 def takes_back(grammar: Any) -> bool:

@@ -92,7 +92,7 @@ class FathomScheduler(Scheduler):
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
-        if self.tp_worker.draft_side is not None:
+        if self.tp_worker.puts_out_bursts:
             self.batch_result_processor = bursts.install(self.batch_result_processor)
 
     def init_metrics_reporter(self, *args: Any) -> None:
@@ -114,9 +114,12 @@ class FathomScheduler(Scheduler):
         """
         if self.enable_overlap and self.result_queue:
             batch, result = self.result_queue[-1]
+            together = {*running, *batch.reqs}
             waits = any(map(decides_its_next_step, batch.reqs))
+            chunks = all(req.inflight_middle_chunks for req in batch.reqs)
+            waits = waits or (not chunks and self.tp_worker.goes_on(together))
             if not waits and any(alternates(req) and not req.inflight_middle_chunks for req in batch.reqs):
-                waits = not self.tp_worker.foresees({*running, *batch.reqs})
+                waits = not self.tp_worker.foresees(together)
             if waits:
                 self.process_batch_result(batch, result)
                 self._taken = result
@@ -201,6 +204,7 @@ class FathomScheduler(Scheduler):
             "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
             "ended_rows": getattr(runner.attn_backend, "ended_rows", 0),
             "overlapped_steps": self.overlapped_steps,
+            "steps_that_followed": getattr(self.tp_worker.continuous, "steps", 0),
             "looked_up_steps": getattr(runner.attn_backend, "looked_up_steps", 0),
             "prefill_attention": getattr(runner.attn_backend, "prefill_attention", None),
             "flashinfer_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "plans", 0),

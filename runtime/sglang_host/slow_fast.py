@@ -12,6 +12,7 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.decode import Shape, SlowFast
+from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import AS_SERVED, Ahead, Entry, Later, Outcome, Step
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import RANDOM, Reading
@@ -125,6 +126,7 @@ def phases(
     batch: "ScheduleBatch",
     runner: "ModelRunner",
     drafted: Mapping[int, int] | None = None,
+    chain: Chain | None = None,
 ) -> Iterator[dict["Req", Outcome | Later]]:
     """Within it, the rows of a batch that decode read what their phases say; at its end it yields what they did.
 
@@ -132,26 +134,35 @@ def phases(
 
     Args:
         drafted: in a decode batch that verifies drafted tokens, how many by place in the batch.
+        chain: takes the step, where others of the batch follow before its tokens are known; nothing is yielded
+            then.
     """
     found: dict[Req, Outcome | Later] = {}
     if state is None or not concerns(batch):
         yield found
         return
-    step = begin(state, batch, drafted or {})
+    step = begin(state, batch, drafted or {}, chain)
     runner.attn_backend.alternating = step
     try:
         with state.executor.step():
             yield found
     finally:
         runner.attn_backend.alternating = None
-    found.update(outcomes(step, batch))
+    if chain is None:
+        found.update(outcomes(step, batch))
+    else:
+        chain.add(step)
 
 
-def entry_of(state: SlowFast, request: "Req", length: int, drafted: int = 0) -> Entry:
+def entry_of(
+    state: SlowFast, request: "Req", length: int, drafted: int = 0, chain: Chain | None = None
+) -> Entry:
     """A request that alternates; ``length`` is its tokens, the one that this step reads included."""
-    row, known = request.kv.req_pool_idx, len(request.origin_input_ids) + len(request.output_ids)
+    row, tokens = request.kv.req_pool_idx, request.output_ids
+    tokens = tokens if chain is None else chain.tokens(tokens)
     reading = AS_SERVED if row in state.seen else reading_of(request)
-    return Entry(row, length, request.output_ids, drafted, reading, ahead=length > known)
+    ahead = length > len(request.origin_input_ids) + len(tokens)
+    return Entry(row, length, tokens, drafted, reading, ahead)
 
 
 def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Stretch]:
@@ -164,7 +175,9 @@ def stretches(state: SlowFast | None, batch: "ScheduleBatch") -> dict["Req", Str
     return {request: stretch for request, stretch in found.items() if stretch is not None}
 
 
-def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -> Step:
+def begin(
+    state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int], chain: Chain | None = None
+) -> Step:
     """Plan the step of a batch in which some request alternates.
 
     Where tokens were drafted for a request that reads everything, only the requests that alternate belong to the
@@ -179,7 +192,7 @@ def begin(state: SlowFast, batch: "ScheduleBatch", drafted: Mapping[int, int]) -
         row, length = rows[place], lengths[place]
         request = requests.get(row)  # other beams of a request have rows of their own
         if request is not None and alternates(request):
-            entries.append(entry_of(state, request, length, drafted.get(place, 0)))
+            entries.append(entry_of(state, request, length, drafted.get(place, 0), chain))
         elif apart:
             continue
         else:

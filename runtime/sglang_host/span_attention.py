@@ -83,6 +83,8 @@ class SpanAttentionBackend(AttentionBackend):
     """While a layer is run for its rows' keys and values alone."""
     stored = True
     """Whether the pool has the keys of the rows whose attention is computed."""
+    beyond = 0
+    """Tokens behind each request's last one for which there is room already, in a decode step."""
     rows: torch.Tensor | None = None
     """[requests] of the batch that is running, on the host, where somebody has told."""
 
@@ -151,7 +153,7 @@ class SpanAttentionBackend(AttentionBackend):
     def set_decode_batch(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """From here on the layers compute the last token of each of these requests."""
         slots = virtual_slots(self.req_to_token, rows, lengths)
-        self.set_batch(Batch.plain(rows, lengths, slots, np.ones(len(rows), np.int64)))
+        self.set_batch(Batch.plain(rows, lengths, slots, np.ones(len(rows), np.int64), self.beyond))
 
     def set_batch(self, batch: Batch) -> None:
         """From here on the layers compute these rows."""

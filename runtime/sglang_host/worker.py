@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fathom.runtime import flow
 from fathom.runtime.decode import SlowFast
+from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import Later, Outcome
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
@@ -35,6 +36,7 @@ from fathom.runtime.sglang_host import (
 )
 from fathom.runtime.sglang_host.bursts import with_runs
 from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
+from fathom.runtime.sglang_host.continuous import Continuous
 from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
@@ -46,7 +48,7 @@ from fathom.runtime.sglang_host.platform import FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
-from fathom.runtime.sglang_host.tails import Tails
+from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
 
 UNCHUNKED = 1 << 30
@@ -62,6 +64,10 @@ class FathomWorker(TpModelWorker):
     draft_worker: DraftWorker | None = None
     draft_side: DraftSide | None = None
     tails: Tails
+    continuous: Continuous | None = None
+    room: Sequence[Tail] = ()  # of this step: for the tokens of those that follow it
+    chain: Chain | None  # of this step and those that follow it, where some request decodes slow and fast
+    chained: dict[Req, list[Outcome | None]]  # of this step and those that follow it, by request
     proposals: list[Proposal]
     launched: Launched  # the last step
     enable_overlap: bool
@@ -107,11 +113,13 @@ class FathomWorker(TpModelWorker):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
+        if isinstance(self.allocator, DepthAllocator):
+            self.tails = Tails(self.allocator, self.model_runner.req_to_token_pool.req_to_token)
+            self.continuous = Continuous(self.tails, get_schedule().num_continuous_decode_steps)
         if self.draft_worker is not None:
             self.draft_worker.init_attention_backends()
             rows = self.model_runner.req_to_token_pool.req_to_token
             self.draft_side = DraftSide(DraftModel(self.draft_worker), rows)
-            self.tails = Tails(self.allocator, rows)
             draft_cache.install(self.draft_side)
 
     def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +186,8 @@ class FathomWorker(TpModelWorker):
         return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
 
     def draft(self, batch: ScheduleBatch) -> None:
-        self.proposals = []
+        self.proposals, self.chain, self.chained = [], None, {}
+        self.room = () if self.continuous is None else self.continuous.room(batch)
         if self.draft_side is None:
             return
         if batch.forward_mode.is_extend():
@@ -196,13 +205,48 @@ class FathomWorker(TpModelWorker):
 
     @contextmanager
     def phases(self, batch: ScheduleBatch) -> Iterator[None]:
+        with self._room_behind(self.room[0].count if self.room else 0), self._phases(batch):
+            yield
+
+    @contextmanager
+    def _room_behind(self, tokens: int) -> Iterator[None]:
+        self.model_runner.attn_backend.beyond = tokens
+        try:
+            yield
+        finally:
+            self.model_runner.attn_backend.beyond = 0
+
+    @contextmanager
+    def _phases(self, batch: ScheduleBatch) -> Iterator[None]:
         verified = self.proposals if batch.forward_mode.is_decode() else []
         drafted = {proposal.index: len(proposal.tokens) for proposal in verified}
-        with slow_fast.phases(self.slow_fast, batch, self.model_runner, drafted) as self.outcomes:
+        if self.room and self.chain is None and self.slow_fast is not None and slow_fast.concerns(batch):
+            self.chain = Chain(self.slow_fast)
+        given = self.slow_fast, batch, self.model_runner, drafted, self.chain
+        with slow_fast.phases(*given) as self.outcomes:
             yield
 
     def forward(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         return super().forward_batch_generation(batch, **options)
+
+    def follow(
+        self, batch: ScheduleBatch, result: GenerationBatchResult, **options: Any
+    ) -> GenerationBatchResult:
+        if not self.room:
+            return result
+        assert self.continuous is not None
+
+        def forward(batch: ScheduleBatch) -> GenerationBatchResult:
+            return self.forward(batch, **options)
+
+        @contextmanager
+        def within(behind: int) -> Iterator[None]:
+            with self._room_behind(behind), self._phases(batch):
+                yield
+
+        result, self.chained = self.continuous.go_on(batch, result, self.room, self.chain, within, forward)
+        self.model_runner.shared_read_done_event = None  # as in `_settled`
+        return result
 
     def proposed(self) -> bool:
         return bool(self.proposals)
@@ -307,8 +351,11 @@ class FathomWorker(TpModelWorker):
         for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
             held = self.ledger.holding[request.kv.req_pool_idx] = self._held(request)
             if decode or request in decoding:
-                outcome = self.outcomes.get(request)
-                launched.parts.append(Part(request, account, held, outcome=outcome, timed=decode))
+                steps = self.chained.get(request, [self.outcomes.get(request)])
+                share = 1 / len(steps)
+                for each in steps:
+                    part = Part(request, account, held, outcome=each, timed=decode, share=share)
+                    launched.parts.append(part)
             elif prefill:
                 launched.parts.append(Part(request, account, held, prompt_tokens=tokens))
                 self._note_plan(request, account)
@@ -325,6 +372,16 @@ class FathomWorker(TpModelWorker):
     def _outcome(self, part: Part) -> Outcome | None:
         assert self.slow_fast is not None
         return slow_fast.known(self.slow_fast, part.request, part.outcome)
+
+    @property
+    def puts_out_bursts(self) -> bool:
+        """Whether a step may put out several tokens of a request."""
+        continuous = self.continuous is not None and self.continuous.most > 1
+        return continuous or self.draft_side is not None
+
+    def goes_on(self, requests: Collection[Req]) -> bool:
+        """Whether decode steps of these requests follow each other before the scheduler is asked again."""
+        return self.continuous is not None and self.continuous.takes(requests)
 
     def foresees(self, requests: Collection[Req]) -> bool:
         """Whether the next decode step of these requests may be launched before its last tokens are known."""
