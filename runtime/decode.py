@@ -91,7 +91,7 @@ class SlowFast:
         self.spans = shape.layers // shape.span
         self.runs = CompactRuns(shape.run(options), shape.buffer_bytes(options))
         self.phases = PhaseState(shape.rows, triggers, self.config)
-        self.triggers = torch.from_numpy(triggers).to(shape.device)
+        self.triggers = send(triggers, shape.device)
         self.no_trigger = int(triggers.argmin())
         # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
         # not taken from the machine.
