@@ -16,7 +16,14 @@ from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
 from fathom.runtime.decode_step import Ahead, Entry, Later, Step
 from fathom.runtime.sfi.buffers import CompactRuns, RunShape
-from fathom.runtime.sfi.options import DEFAULT_BUFFER_MIB, DEFAULT_BUFFERS, GPU_SHARE, SfiOptions
+from fathom.runtime.sfi.options import (
+    DEFAULT_BUFFER_MIB,
+    DEFAULT_BUFFERS,
+    DEFAULT_EVIDENCE_MIB,
+    EVIDENCE_SHARE,
+    GPU_SHARE,
+    SfiOptions,
+)
 from fathom.runtime.sfi.refresh import EvidenceRing, RefreshExecutor, lanes_of
 from fathom.runtime.sfi.rules import FROZEN, NONE, RANDOM, Reading
 from fathom.runtime.sfi.step import RefreshBatch, refresh_layer
@@ -72,7 +79,11 @@ class Shape:
     def evidence_bytes(self, options: SfiOptions, slots: int) -> int:
         """Memory of the evidence in a ring of ``slots``; each holds at least the longest request's."""
         longest = 4 * (self.longest + GRAIN) * (self.heads + self.kv_heads)
-        return max(int(options.evidence_mib * MIB), slots * longest)
+        if options.evidence_mib is None:
+            budget = max(int(DEFAULT_EVIDENCE_MIB * MIB), self.memory // EVIDENCE_SHARE)
+        else:
+            budget = int(options.evidence_mib * MIB)
+        return max(budget, slots * longest)
 
 
 class SlowFast:

@@ -20,18 +20,23 @@ class SfiOptions:
         buffer_mib: memory of all compact buffers together, in MiB; None for :data:`DEFAULT_BUFFERS` of them, within
             :data:`DEFAULT_BUFFER_MIB` or a part of a GPU, 1 / :data:`GPU_SHARE`, whichever is more.
         evidence_mib: memory for attention logits and key norms of the requests that are refreshed in one step, in
-            MiB. The longest request always fits; what does not fit waits for a later step.
+            MiB; None for :data:`DEFAULT_EVIDENCE_MIB` or a part of a GPU, 1 / :data:`EVIDENCE_SHARE`, whichever is
+            more. The longest request always fits; what does not fit waits for a later step.
     """
 
     config: SfiConfig = field(default_factory=SfiConfig)
     selector: SelectorConfig = field(default_factory=SelectorConfig)
     buffer_mib: float | None = None
-    evidence_mib: float = 256.0
+    evidence_mib: float | None = None
 
 
 DEFAULT_BUFFERS = 16
 DEFAULT_BUFFER_MIB = 1024.0
 GPU_SHARE = 10
+DEFAULT_EVIDENCE_MIB = 256.0
+EVIDENCE_SHARE = 50
+"""So that 16 requests of 128K tokens have room on an H100 with heads as those of Llama-3.1-8B: only where all
+requests of a step have may it be launched before its tokens are known."""
 
 
 def _numbers() -> list[Field[Any]]:
@@ -68,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MIB",
         help="memory for the logits of the requests that choose anew in one step; at least that of the longest "
-        f"request (default: {SfiOptions.evidence_mib:g})",
+        f"request (default: {DEFAULT_EVIDENCE_MIB:g} MiB or 1/{EVIDENCE_SHARE} of a GPU)",
     )
 
 
