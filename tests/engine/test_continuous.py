@@ -2,11 +2,9 @@
 
 import random
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import interpreted
 import pytest
 from greedy import TOLERANCE, ask
 from noisy import draft_flags
@@ -146,30 +144,3 @@ def test_seeds(servers):
     """Drawn tokens follow from the seed and the position, whatever the step."""
     answers = [generate(server, "SFI", temperature=0.8, sampling_seed=7) for server in servers]
     assert answers[0]["output_ids"] == answers[1]["output_ids"]
-
-
-def test_captured_steps_follow_each_other(start_nominal, ending_pair, triggers):
-    """On a GPU in name only: by the oracle one step at a time, and without log-probabilities several, replayed."""
-    flags = *interpreted.FLAGS, "--cuda-graph-bs-decode", "2", "--num-continuous-decode-steps", "3"
-    server = start_nominal(*ending_pair, *flags)
-    oracle = interpreted.Oracle(*ending_pair, triggers)
-    names, tokens = ("SFI", "SPEED"), 8
-    wanted = {name: ask(server, prompt_of(name, 69), interpreted.POLICIES[name], tokens) for name in names}
-    for name, answer in wanted.items():
-        oracle.compare(prompt_of(name, 69), interpreted.POLICIES[name], answer, tokens)
-    before = server.engine()
-    with ThreadPoolExecutor(len(names)) as pool:
-        bodies = [
-            {
-                "input_ids": prompt_of(name, 69),
-                "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
-                "fathom": interpreted.POLICIES[name],
-            }
-            for name in names
-        ]
-        answers = pool.map(lambda body: server.client.post("/generate", json=body).json(), bodies)
-        for name, answer in zip(names, answers, strict=True):
-            check(answer, wanted[name])
-    assert followed(server) - before["steps_that_followed"] >= 4
-    replayed = Counter(server.engine()["replayed_steps"]) - Counter(before["replayed_steps"])
-    assert replayed["alternating"] > 1 and replayed["renewing"] > 1

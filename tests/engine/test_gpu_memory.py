@@ -112,8 +112,8 @@ def test_each_of_two_gpus_counts_its_own_heads(layout, graphs):
 
 
 def test_compact_buffers_may_take_a_tenth_of_a_gpu(layout, monkeypatch):
-    """A model of 8 billion parameters has buffers of 257 MiB: of sixteen, three would be left of 1 GiB. The logits of
-    a slow step may take a fiftieth."""
+    """A model of 8 billion parameters has buffers of 257 MiB: of sixteen, three would be left of 1 GiB. The logits
+    of a slow step may take a fiftieth."""
     run = SfiOptions().config.compact_tokens * 32 * 8 * (128 + 128) * 2
     before = gpu_memory.reserve_of(worker(32), None).fixed
     monkeypatch.setattr(gpu_memory, "gpu_bytes", lambda runner: 80 << 30)

@@ -16,7 +16,8 @@ from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, promp
 from noisy import draft_flags
 from oracles.drafted import Draft
 
-FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4")
+FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4", "--num-continuous-decode-steps", "3")
+"""Steps follow each other for requests without log-probabilities: one test has such."""
 counts_waits = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a real GPU does not count who waits for it"
 )
@@ -122,6 +123,26 @@ def test_slow_and_fast_steps_are_replayed(server, answers, expected):
         for prompt, answer in zip(prompts, pair, strict=True)
     ]
     assert (replayed_steps(server) - before)["renewing"] >= max(each["decode_steps"] for each in accounts)
+
+
+def test_steps_that_follow_each_other_are_replayed(server, answers, expected):
+    """The same tokens and accounts as one step at a time, in the phases that the host has planned."""
+    names, tokens = ["SFI", "SPEED"], 7
+    wanted = {name: ask(server, prompt_of(name), POLICIES[name], tokens) for name in names}
+    for name, answer in wanted.items():
+        expected.check(name, answer, tokens)
+    before, counted = server.engine(), replayed_steps(server)
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    for name in names:
+        body = {"input_ids": prompt_of(name), "sampling_params": sampling, "fathom": POLICIES[name]}
+        answer = server.client.post("/generate", json=body).json()
+        assert answer["output_ids"] == wanted[name]["output_ids"]
+        report, usual = (each["meta_info"]["fathom"] for each in (answer, wanted[name]))
+        for count in ("decode_steps", "fast_steps", "trigger_refreshes", "timeout_refreshes", "kv_bytes"):
+            assert report[count] == usual[count]
+    assert server.engine()["steps_that_followed"] - before["steps_that_followed"] >= 6
+    replayed = replayed_steps(server) - counted
+    assert replayed["alternating"] > 1 and replayed["renewing"] > 1 and replayed["dense"] >= 6
 
 
 def test_choices_at_random_are_not_replayed(server):
