@@ -34,7 +34,7 @@ from fathom.benchmarks.gpu_inputs import Inputs, Pool, Setting
 from fathom.benchmarks.gpu_kernels import describe, print_header, print_row, versions, write_json
 from fathom.benchmarks.gpu_timing import Clock
 from fathom.benchmarks.paper_shapes import SIZES, Size, sized
-from fathom.kernels import paged_decode
+from fathom.kernels import paged_decode, segments_by_warp
 from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.two_segment_attention import two_segment_attention
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
@@ -202,8 +202,8 @@ def parser() -> argparse.ArgumentParser:
         "--pieces",
         nargs="+",
         type=int,
-        default=[paged_decode.PIECES_PER_PROCESSOR],
-        help=f"programs of the attention for each multiprocessor; fewer leave room beside them ({default})",
+        help="programs of the attention for each multiprocessor, of which fewer leave room beside them "
+        "(default: the engine's)",
     )
     dtype, repeats = ("float32", 1) if INTERPRETED else ("bfloat16", 20)
     add("--dtype", choices=["bfloat16", "float16", "float32"], default=dtype, help=default)
@@ -220,6 +220,10 @@ class Run:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.size, self.clock = args, sized(args.size), Clock(device, args.repeats)
         self.config = SfiConfig(recent=16, selected=64) if INTERPRETED else SfiConfig()
+        self.dtype, dim = getattr(torch, args.dtype), self.size.head_dim
+        warps = segments_by_warp.takes(device, self.dtype, 1, self.size.heads // self.size.kv_heads, dim, dim)
+        self.attention: Any = segments_by_warp if warps else paged_decode  # has its pieces
+        args.pieces = args.pieces or [self.attention.PIECES_PER_PROCESSOR]
         self.begun = time.monotonic()
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
@@ -234,8 +238,8 @@ class Run:
         size, device = self.size, self.clock.device
         shape = size.heads, size.kv_heads, size.head_dim, size.head_dim
         lengths = (self.args.length,) * batch
-        setting = Setting(*shape, lengths, getattr(torch, self.args.dtype), device, self.args.seed)
-        paged_decode.PIECES_PER_PROCESSOR = pieces
+        setting = Setting(*shape, lengths, self.dtype, device, self.args.seed)
+        self.attention.PIECES_PER_PROCESSOR = pieces
         try:
             step = SlowStep(size, setting, renewed, self.args.layers, self.config)
             found, wrong = measure(step, self.clock)

@@ -209,8 +209,14 @@ def pick_splits(programs: int, max_length: int, processors: int) -> int:
     return max(1, min(wanted, triton.cdiv(max_length, MIN_KEYS_PER_SPLIT), MAX_SPLITS))
 
 
-def pick_pieces(batch: int, kv_heads: int, max_length: int, processors: int) -> tuple[int, int]:
+def pick_pieces(
+    batch: int, kv_heads: int, max_length: int, processors: int, each: int | None = None
+) -> tuple[int, int]:
     """How a decode launch is cut, from shapes alone.
+
+    Args:
+        each: programs with keys to read for each processor, ``PIECES_PER_PROCESSOR`` by default. One request alone
+            never has more: they would wait until others have ended.
 
     Returns:
         Programs of a request and KV head at most, and the pieces that the keys of all requests are cut into.
@@ -218,7 +224,7 @@ def pick_pieces(batch: int, kv_heads: int, max_length: int, processors: int) -> 
     splits = min(max(GRID // max(batch * kv_heads, 1), FEWEST_SPLITS), MAX_SPLITS)
     return (
         max(min(splits, triton.cdiv(max_length, KEYS_PER_BLOCK)), 1),
-        triton.cdiv(PIECES_PER_PROCESSOR * processors, kv_heads),
+        max((each or PIECES_PER_PROCESSOR) * processors // kv_heads, 1),
     )
 
 

@@ -5,7 +5,8 @@ request's page table, read in place. Both are folded into one softmax by log-sum
 has an empty segment 1 and its whole table as the range, and may keep what it saw: the attention logits and the key
 norms (Slow-Fast Inference, section 4.2).
 
-The CPU kernel is in ``paged_attention_cpu.py``; the Triton kernels and the plain reference are here.
+The CPU kernel is in ``paged_attention_cpu.py``; the Triton kernel and the plain reference are here. Triton's for rows
+of bfloat16 that keep what they saw is in ``segments_by_warp.py``.
 """
 
 from dataclasses import dataclass
@@ -163,6 +164,22 @@ def _counts(packed, i, there):
     return tl.load(field + 4, mask=there, other=0) + end - begin
 
 
+@triton.jit
+def keys_of_program(packed, count, pieces, BLOCK: tl.constexpr):
+    """The part ``first .. last - 1`` of a request's ``count`` keys that is this program's; its third id says which.
+
+    All programs that have keys take about as many: a row that reads everything has many, others have one or two.
+    """
+    everyone = tl.zeros((), tl.int64)
+    for start in range(0, tl.num_programs(0), 128):
+        i = start + tl.arange(0, 128)
+        everyone += tl.sum(_counts(packed, i, i < tl.num_programs(0)).to(tl.int64), 0)
+    wanted = tl.minimum(tl.cdiv(everyone, pieces), count).to(tl.int32)
+    share = tl.cdiv(tl.maximum(wanted, tl.cdiv(count, tl.num_programs(2))), BLOCK) * BLOCK
+    first = tl.program_id(2) * share
+    return first, tl.minimum(first + share, count)
+
+
 @triton.jit(do_not_specialize=["pieces"])
 def _segments_kernel(
     query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
@@ -181,16 +198,7 @@ def _segments_kernel(
     field = packed + b * 6
     row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
     compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
-    count = length + end - begin
-    # All programs that have keys take about as many: a row that reads everything has many, others have one or two.
-    everyone = tl.zeros((), tl.int64)
-    for start in range(0, tl.num_programs(0), 128):
-        i = start + tl.arange(0, 128)
-        everyone += tl.sum(_counts(packed, i, i < tl.num_programs(0)).to(tl.int64), 0)
-    wanted = tl.minimum(tl.cdiv(everyone, pieces), count).to(tl.int32)
-    share = tl.cdiv(tl.maximum(wanted, tl.cdiv(count, shares)), BLOCK) * BLOCK
-    first = part * share
-    last = tl.minimum(first + share, count)
+    first, last = keys_of_program(packed, length + end - begin, pieces, BLOCK)
 
     r = tl.arange(0, ROWS)
     head, w = h * GROUP + r // WINDOW, r % WINDOW
@@ -274,23 +282,29 @@ def two_segment_attention_triton(
     evidence: Evidence | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`two_segment_attention` in two launches, one where there is one share."""
+    from fathom.kernels import segments_by_warp as by_warp
+
     batch, window, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group, processors = heads // kv_heads, 8
     if query.device.type == "cuda":
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    pitch: torch.Tensor | int = 0
+    if evidence is not None:
+        if not (evidence.logits.is_contiguous() and evidence.key_norms.is_contiguous()):
+            raise ValueError("evidence must be contiguous")
+        pitch = evidence.logits.shape[-1] if evidence.pitch is None else evidence.pitch
+        if by_warp.takes(query.device, pool[0].dtype, window, group, head_dim, value_dim):
+            return by_warp.two_segments_by_warp(
+                query, pool, compact, page_table, plan, scale, evidence, pitch, processors
+            )
     shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
     block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize, evidence is not None)
     result = Result(query.flatten(0, 1), value_dim, shares, None)
     lse = result.first_lse
-    logits, norms, pitch = lse, lse, 0
-    if evidence is not None:
-        logits, norms = evidence.logits, evidence.key_norms
-        if not (logits.is_contiguous() and norms.is_contiguous()):
-            raise ValueError("evidence must be contiguous")
-        pitch = logits.shape[-1] if evidence.pitch is None else evidence.pitch
+    logits, norms = (lse, lse) if evidence is None else (evidence.logits, evidence.key_norms)
     _segments_kernel[(batch, kv_heads, shares)](
         query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, pitch, scale,
         *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],

@@ -124,10 +124,14 @@ def interpreted(tmp_path_factory):
 
 
 def test_every_triton_kernel_is_launched(interpreted):
-    """Those that are compiled ahead of time are all there are: ``tests/kernels/test_compile.py``."""
+    """Those that are compiled ahead of time are all there are: ``tests/kernels/test_compile.py``.
+
+    But one that is for bfloat16 alone, which the interpreter multiplies wrongly.
+    """
     kernels = {(item.kernel.__module__, item.kernel.__name__) for _, item in discover()}
     assert ("fathom.kernels.span_tables", "_span_tables") in kernels
-    assert kernels - {tuple(each) for each in interpreted[2]} == set()
+    left = kernels - {tuple(each) for each in interpreted[2]}
+    assert left == {("fathom.kernels.segments_by_warp", "_by_warp_kernel")}
 
 
 def test_values_are_right_and_compared_in_every_form(interpreted):

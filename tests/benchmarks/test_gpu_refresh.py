@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.benchmarks import gpu_refresh
+from fathom.kernels import paged_decode, segments_by_warp
 
 # Few programs: the interpreter runs one after the other. A second stream that loses the work of a layer.
 SCRIPT = """
@@ -89,3 +91,38 @@ def test_what_is_hidden_is_the_part_of_the_refreshs_time_that_is_saved(seconds, 
 def test_a_length_without_a_whole_selection_is_refused(tmp_path):
     done = run("whole", tmp_path / "r.json", "--length", "20")
     assert done.returncode == 2 and "--length must be at least 84, got 20" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "cuts"),
+    [
+        ("bfloat16", (), {3: (3, 4)}),
+        ("bfloat16", ("--pieces", "5", "2"), {5: (5, 4), 2: (2, 4)}),
+        ("float16", (), {4: (3, 4)}),
+        ("float16", ("--pieces", "6"), {6: (3, 6)}),
+    ],
+)
+def test_pieces_are_those_of_the_kernel_that_is_measured(dtype, flags, cuts, monkeypatch):
+    """Of that for bfloat16 alone, or of all others'; the engine's own by default."""
+    seen = {}
+    for module in (segments_by_warp, paged_decode):
+        monkeypatch.setattr(module, "PIECES_PER_PROCESSOR", module.PIECES_PER_PROCESSOR)  # put back
+    monkeypatch.setattr(gpu_refresh, "SlowStep", lambda *given: None)
+    args = gpu_refresh.parser().parse_args(["--size", "llama-3.1-8b", "--dtype", dtype, *flags])
+    run = gpu_refresh.Run(args, torch.device("cpu"))
+
+    def measure(step, clock):
+        seen[run.args.pieces[len(seen)]] = (
+            segments_by_warp.PIECES_PER_PROCESSOR,
+            paged_decode.PIECES_PER_PROCESSOR,
+        )
+        return {
+            way: {"median": 1.0} for way in (gpu_refresh.WITHOUT, gpu_refresh.IN_ORDER, gpu_refresh.BESIDE)
+        }, ""
+
+    monkeypatch.setattr(gpu_refresh, "measure", measure)
+    args.given = []
+    for pieces in args.pieces:
+        run.row(1, 1, pieces)
+    assert seen == cuts
+    assert [row["pieces"] for row in run.rows] == list(cuts)

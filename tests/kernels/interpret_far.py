@@ -5,9 +5,15 @@ taken, so what the kernels read lies at the far ends.
 """
 
 import mmap
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import interpreter_bfloat16
 
 from fathom.kernels import (
     compact_kv,
@@ -110,24 +116,35 @@ def copies() -> None:
     pack_segment.pack_segment(KV, buffers, TABLE, torch.tensor([ROWS - 1, -1]), start, indices, 0)
     for buffer, packed in zip(KV, buffers, strict=True):
         assert torch.equal(packed[tokens - 9 : tokens - 7], buffer[TABLE[-1, [first + 3, first + 7]].long()])
-    alternate(buffers, tokens - 9)
+    for dtype, rounded in ((torch.float16, CLOSE["atol"]), (torch.bfloat16, 2e-2)):
+        alternate(buffers, tokens - 9, dtype, rounded)
 
 
-def alternate(buffers: tuple[torch.Tensor, torch.Tensor], start: int) -> None:
-    """Two packed entries and the last ten of the longest table; logits into the last row of large evidence."""
+def alternate(
+    buffers: tuple[torch.Tensor, torch.Tensor], start: int, dtype: torch.dtype, rounded: float
+) -> None:
+    """Two packed entries and the last ten of the longest table; logits into the last row of large evidence.
+
+    What is there, read as numbers of this type.
+    """
     capacity = WRAPS // (CONTEXT * KV_HEADS) + 1
     evidence = two_segment_attention.Evidence(
         far(capacity, HEADS, 1, CONTEXT, dtype=torch.float32),
         far(capacity, KV_HEADS, CONTEXT, dtype=torch.float32),
     )
-    (small, table), query = near(TABLE[-1:, -10:]), torch.randn(1, 1, HEADS, DIM).half()
+    (small, table), query = near(TABLE[-1:, -10:]), torch.randn(1, 1, HEADS, DIM).to(dtype)
+    small, pool, buffers = (tuple(x.view(dtype) for x in pair) for pair in (small, KV, buffers))
     packed = tuple(buffer[start : start + 2] for buffer in buffers)
     seen = two_segment_attention.Evidence(torch.zeros(1, HEADS, 1, 10), torch.zeros(1, KV_HEADS, 10))
     plan = two_segment_attention.SegmentPlan(torch.tensor([[0, 0, 10, 0, 2, 0]]).int(), KV_HEADS)
     want = two_segment_attention.two_segment_attention_reference(query, small, packed, table, plan, 0.1, seen)
     fields = [ROWS - 1, CONTEXT - 10, CONTEXT, start, 2, capacity - 1]
     plan = two_segment_attention.SegmentPlan(torch.tensor([fields]).int(), KV_HEADS)
-    close(two_segment_attention.two_segment_attention(query, KV, buffers, TABLE, plan, 0.1, evidence), want)
+    output, lse = two_segment_attention.two_segment_attention(
+        query, pool, buffers, TABLE, plan, 0.1, evidence
+    )
+    torch.testing.assert_close(output, want[0], atol=rounded, rtol=rounded)
+    torch.testing.assert_close(lse, want[1], **CLOSE)
     torch.testing.assert_close(evidence.logits[-1, :, :, -10:], seen.logits[0], **CLOSE)
     torch.testing.assert_close(evidence.key_norms[-1, :, -10:], seen.key_norms[0], **CLOSE)
 
@@ -187,6 +204,7 @@ def tables_of_a_step() -> None:
     assert int(slots.min()) > WRAPS - (1 << 16)
 
 
+interpreter_bfloat16.install()
 # The interpreter runs one program after the other.
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
 paged_decode.GRID = paged_decode.FEWEST_SPLITS = 4

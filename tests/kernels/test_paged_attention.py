@@ -84,15 +84,18 @@ def test_splits(programs, length, processors, splits):
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "length", "cut"),
+    ("batch", "kv_heads", "length", "each", "cut"),
     [
-        (1, 8, 131072, (MAX_SPLITS, 66)),  # of Llama-3.1-8B on an H100: four programs per processor
-        (16, 8, 131072, (32, 66)),  # one long request among 16 has 256 of them
-        (256, 8, 131072, (8, 66)),
-        (1, 8, 300, (5, 66)),  # no more than there are blocks of keys
-        (1, 1, 1, (1, 528)),
-        (0, 8, 0, (1, 66)),
+        (1, 8, 131072, None, (MAX_SPLITS, 66)),  # of Llama-3.1-8B on an H100: four programs per processor
+        (16, 8, 131072, None, (32, 66)),  # one long request among 16 has 256 of them
+        (256, 8, 131072, None, (8, 66)),
+        (1, 8, 300, None, (5, 66)),  # no more than there are blocks of keys
+        (1, 1, 1, None, (1, 528)),
+        (0, 8, 0, None, (1, 66)),
+        (1, 8, 131072, 3, (MAX_SPLITS, 49)),  # 392 programs of 396, not 400
+        (16, 5, 131072, 2, (51, 52)),
+        (1, 600, 131072, 4, (8, 1)),
     ],
 )
-def test_a_decode_launch_is_cut_by_its_shape(batch, kv_heads, length, cut):
-    assert pick_pieces(batch, kv_heads, length, 132) == cut
+def test_a_decode_launch_is_cut_by_its_shape(batch, kv_heads, length, each, cut):
+    assert pick_pieces(batch, kv_heads, length, 132, each) == cut

@@ -1,0 +1,57 @@
+"""The kernel that keeps evidence of bfloat16 keys: what it takes, and its values in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fathom.kernels import segments_by_warp
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "group", "head_dim", "value_dim", "taken"),
+    [
+        (BF16, 1, 4, 128, 128, True),
+        (BF16, 1, 1, 64, 128, True),
+        (BF16, 1, 7, 128, 64, True),
+        (BF16, 1, 8, 128, 128, False),  # no column is left for the norms
+        (BF16, 2, 2, 128, 128, False),
+        (BF16, 1, 4, 256, 256, False),
+        (BF16, 1, 4, 128, 80, False),
+        (BF16, 1, 4, 32, 64, False),
+        (torch.float16, 1, 4, 128, 128, False),
+        (torch.float32, 1, 4, 128, 128, False),
+    ],
+)
+def test_what_it_takes(dtype, window, group, head_dim, value_dim, taken):
+    assert segments_by_warp.takes(torch.device("cpu"), dtype, window, group, head_dim, value_dim) == taken
+
+
+@pytest.mark.parametrize(
+    ("kib", "taken"),
+    [(228, True), (194, False), (164, False), (100, False)],  # 9.0 and 10.0; none; 8.0; 8.9 and 12.0
+)
+def test_three_programs_must_fit(kib, taken, monkeypatch):
+    found = SimpleNamespace(shared_memory_per_multiprocessor=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert segments_by_warp.takes(torch.device("cuda"), BF16, 1, 4, 128, 128) == taken
+
+
+def test_in_the_interpreter():
+    """In a process of its own: the interpreter is chosen before the kernels are decorated."""
+    script = Path(__file__).with_name("interpret_segments_by_warp.py")
+    run = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "8 comparisons" in run.stdout
