@@ -5,8 +5,8 @@ request's page table, read in place. Both are folded into one softmax by log-sum
 has an empty segment 1 and its whole table as the range, and may keep what it saw: the attention logits and the key
 norms (Slow-Fast Inference, section 4.2).
 
-The CPU kernel is in ``paged_attention_cpu.py``; the Triton kernel and the plain reference are here. Triton's for rows
-of bfloat16 that keep what they saw is in ``segments_by_warp.py``.
+The CPU kernel is in ``paged_attention_cpu.py``; the Triton kernel and the plain reference are here. Triton's for
+rows of bfloat16 that keep what they saw is in ``segments_by_warp.py``.
 """
 
 from dataclasses import dataclass
