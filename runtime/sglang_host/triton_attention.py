@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.runtime_context import get_schedule
 
 from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.paged_decode import paged_decode, pick_pieces, pick_splits
@@ -48,6 +49,14 @@ FEWEST_NEW = 4
 """Tokens that a request of such a pass is taken to have, where its programs are counted."""
 
 
+def most_prefilled(longest: int) -> int:
+    """Prompt tokens that a step computes at most; ``longest`` is the context."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size or 0
+    # Without chunks whole prompts are added until there are enough tokens, whatever the length of the last one.
+    return chunk if chunk > 0 else schedule.max_prefill_tokens + longest
+
+
 class TritonAttentionBackend(SpanAttentionBackend):
     """Paged attention in Triton: float32, bfloat16 and float16, any group and head size, chunked prefill."""
 
@@ -79,7 +88,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
         device = self.req_to_token.device
         spans = getattr(self.token_to_kv_pool, "spans", 1)
         entries = SHARED * max(self.token_to_kv_pool.size, self.longest)
-        self.tables = DeviceTables(spans, rows, entries, rows, device)
+        # Larger buffers than the first are not only for more rows: all of their lists would be there twice.
+        self.tables = DeviceTables(spans, rows, entries, rows + most_prefilled(self.longest), device)
         self.flashinfer, reason = flashinfer_prefill.choose(model_runner, spans, device)
         self.prefill_attention = f"Triton: {reason}" if reason else "FlashInfer"
         self.runner = model_runner

@@ -49,7 +49,7 @@ from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tok
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
 from fathom.runtime.sglang_host.tails import Tail, Tails
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend, most_prefilled
 
 UNCHUNKED = 1 << 30
 
@@ -140,8 +140,7 @@ class FathomWorker(TpModelWorker):
         longest, schedule = self.model_runner.max_total_num_tokens, get_schedule()
         if not isinstance(self.allocator, DepthAllocator) or (schedule.chunked_prefill_size or 0) > 0:
             return longest
-        # Whole prompts are added until there are enough tokens, whatever the length of the last one.
-        most = schedule.max_prefill_tokens + self.model_config.context_len
+        most = most_prefilled(self.model_config.context_len)
         return max(longest, min(most, self.allocator.virtual_pages * self.allocator.page_size))
 
     @property

@@ -29,7 +29,7 @@ from fathom.runtime.sfi.config import SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import InOrder
 from fathom.runtime.sfi.rules import RANDOM, Reading
-from fathom.runtime.sglang_host import compression, devices, draft_model
+from fathom.runtime.sglang_host import compression, devices, draft_model, triton_attention
 from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
 
 ROWS, LONGEST, SLOTS, SPANS = 16, 40003, 60000, 2
@@ -52,6 +52,7 @@ def forms(monkeypatch):
     monkeypatch.setattr(dispatch, "INTERPRETED", True)  # launches for tensors of the host
     monkeypatch.setattr(decode, "lanes_of", lambda device: (InOrder(), 4))
     monkeypatch.setattr(devices, "largest", lambda values: values)
+    monkeypatch.setattr(triton_attention, "most_prefilled", lambda longest: 64)
     return asked
 
 

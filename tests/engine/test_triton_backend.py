@@ -68,6 +68,17 @@ def layer(number):
     )
 
 
+CHUNK = 24
+"""Prompt tokens of a step at most; more than there are request rows."""
+
+
+@pytest.fixture(autouse=True)
+def schedule(monkeypatch):
+    given = SimpleNamespace(chunked_prefill_size=CHUNK, max_prefill_tokens=10)
+    monkeypatch.setattr(triton_attention, "get_schedule", lambda: given)
+    return given
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """What attention was called with: layouts of its tensors, addresses of those that stay, and its numbers."""
@@ -127,6 +138,21 @@ def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
     written = made.token_to_kv_pool.written
     assert len(written) == 6 and len({(number, at) for number, at, _ in written}) == SPANS
     assert len({tuple(slots) for _, _, slots in written}) == 6
+    assert backend.tables.grown == 0
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(CHUNK, CHUNK), (-1, 10 + LONGEST), (None, 10 + LONGEST)])
+def test_prompts_need_no_second_lists(launches, schedule, chunk, most):
+    """Those of a GPU take gigabytes: a chunk's rows have room in the first, beside a decode row of each request."""
+    schedule.chunked_prefill_size = chunk
+    made = runner()
+    backend, life = triton_attention.TritonAttentionBackend(made), Life(made)
+    assert ROWS < CHUNK and backend.tables.first.sizes[2] >= ROWS + most
+    for row, tokens in ((0, CHUNK), (2, 5)):
+        life.grow(row, tokens)
+    backend.set_batch(life.batch([0, 2], [CHUNK, 1]))
+    for span in range(SPANS):
+        backend.device_view(span, backend.views[span])
     assert backend.tables.grown == 0
 
 
