@@ -124,7 +124,8 @@ BLOCK = 512
 PARTS = 64
 """Programs that share the candidates of a request and KV head."""
 REFINERS = 512
-"""Programs that share those of all requests: as many as an H100 runs at a time."""
+"""Programs that share those of a request: as many as an H100 runs at a time. Which of the requests of a captured
+step choose anew no launch knows; programs of the others end at once."""
 MOST_WIDE = 64
 """Candidates in a run, at most."""
 
@@ -328,7 +329,7 @@ def selector_scores_triton(
         c.power, c.norm_decay, c.position_decay, c.position_curve, c.tail_brake, c.epsilon,
         ROWS=row_block, BLOCK=block, **there,
     )  # fmt: skip
-    _refine_kernel[(requests, triton.cdiv(REFINERS, requests))](
+    _refine_kernel[(requests, REFINERS)](
         evidence, prior, sums, begin, end, width, scores, kv_heads,
         c.prior_clip, c.nms_strength, c.cross_head, c.temperature, c.epsilon,
         **_refined(kv_heads, c.nms_radius), **there,

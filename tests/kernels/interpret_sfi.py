@@ -172,7 +172,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     # The interpreter runs one program after the other. A row of 5000 has three shares.
     stable_top_k.PARTS, paged_decode.GRID, paged_decode.FEWEST_SPLITS = 4, 32, 4
-    selector_scores.PARTS, selector_scores.REFINERS = 4, 8
+    selector_scores.PARTS, selector_scores.REFINERS = 4, 3
     # By elements once: this is what a GPU is given.
     done = compare_scores(2, 1, 40, [3], [37], PARAMETERS)
     interpreter_scans.install()
