@@ -1,6 +1,7 @@
 """The tensor-parallel worker that owns the engine step."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.runtime_context import get_schedule, get_serving, get_spec
 
 from fathom.runtime import flow
 from fathom.runtime.decode import SlowFast
@@ -50,6 +51,8 @@ from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
 from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend, most_prefilled
+
+logger = logging.getLogger(__name__)
 
 UNCHUNKED = 1 << 30
 
@@ -115,12 +118,23 @@ class FathomWorker(TpModelWorker):
         super().init_attention_backends()
         if isinstance(self.allocator, DepthAllocator):
             self.tails = Tails(self.allocator, self.model_runner.req_to_token_pool.req_to_token)
-            self.continuous = Continuous(self.tails, get_schedule().num_continuous_decode_steps)
+            self.continuous = Continuous(self.tails, self._steps_together())
         if self.draft_worker is not None:
             self.draft_worker.init_attention_backends()
             rows = self.model_runner.req_to_token_pool.req_to_token
             self.draft_side = DraftSide(DraftModel(self.draft_worker), rows)
             draft_cache.install(self.draft_side)
+
+    def _steps_together(self) -> int:
+        """Decode steps between two looks of the scheduler, as far as this model and its options allow any."""
+        asked = get_schedule().num_continuous_decode_steps
+        if asked > 1 and (not self._splits or get_serving().enable_streaming_session):
+            logger.warning(
+                "--num-continuous-decode-steps has no effect with sliding windows, LoRA, pipeline stages, "
+                "streaming sessions, images or sound"
+            )
+            return 1
+        return asked
 
     def init_cuda_graphs(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(backend := self.model_runner.attn_backend, TritonAttentionBackend):

@@ -126,6 +126,16 @@ def test_ends(servers, expected):
     assert pages["free"] == pages["total"] and pages["held"] == pages["open_rows"] == 0
 
 
+def test_stop_strings(servers, expected):
+    """Looked for token by token, also in what one look of the scheduler brings."""
+    for name in ("dense", "SFI"):
+        text = expected[name]["text"]
+        stop = text[len(text) // 2 :][:2]
+        answers = [generate(server, name, stop=[stop]) for server in servers]
+        assert answers[0]["text"] == answers[1]["text"] and stop not in answers[0]["text"]
+        assert answers[0]["output_ids"] == answers[1]["output_ids"]
+
+
 def test_what_takes_one_step_at_a_time(servers, expected):
     """Log-probabilities, penalties and grammars; beside them nobody goes on."""
     several, _ = servers

@@ -180,6 +180,20 @@ def test_the_time_of_decode_steps_is_told_apart():
     assert (report["decode_seconds"], report["fast_seconds"]) == (0.875, 0.375)
 
 
+def test_steps_that_follow_each_other_share_an_engine_steps_time():
+    ledger, request = RequestLedger(KvShape(layers=4, bytes_per_token=100)), Request()
+    slow, fast = Outcome(False, "timeout", 0.1, 50), Outcome(True, None, 0.0, 50)
+    account = ledger.open(request, {})
+    parts = [
+        Part(request, account, NOTHING, outcome=each, timed=True, share=0.25)
+        for each in (slow, fast, fast, fast)
+    ]
+    ledger.settle(Launched(1, None, parts), 3)
+    report = ledger.report(request, 10, 0)
+    assert (report["decode_seconds"], report["fast_seconds"]) == (2, 1.5)
+    assert (report["decode_steps"], report["fast_steps"], report["timeout_refreshes"]) == (4, 3, 1)
+
+
 def test_steps_that_overlap_share_no_time():
     """The second is launched while the first runs: its time begins with the first one's end."""
     ledger = RequestLedger(KvShape(4, 100))

@@ -175,6 +175,24 @@ def test_a_launch_over_several_rows_depends_on_their_number_alone(launches):
     assert backend.tables.grown == 0
 
 
+def test_the_draft_says_when_it_has_read_the_request_table():
+    """Once for each pass over lists of slots: later views of the same lists read what was placed."""
+    backend = TritonDraftBackend(runner())
+    backend.read(
+        ListView(lists := SlotLists([torch.arange(3), torch.arange(4)]), [0, 1], [3, 4], [2, 1]), None
+    )
+    assert backend.read_done is None
+    backend.device_view(0, backend.view)
+    first = backend.read_done
+    assert first is not None
+    backend.read(ListView(lists, [0], [3], [1]), None)
+    backend.device_view(0, backend.view)
+    assert backend.read_done is first
+    backend.read(ListView(SlotLists([torch.arange(2)]), [0], [2], [1]), None)
+    backend.device_view(0, backend.view)
+    assert backend.read_done is not first
+
+
 def test_what_a_replay_gave_outlives_the_next_one(monkeypatch):
     """Of the draft's steps: logits and queries of the rows that were asked for lie in buffers of their own."""
     backend, captured = TritonDraftBackend.__new__(TritonDraftBackend), Captured(torch.arange(2))

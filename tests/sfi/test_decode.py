@@ -14,6 +14,7 @@ from oracles import attending, combined
 from oracles import sfi as oracle
 
 from fathom.runtime.decode import Shape, SlowFast
+from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import AS_SERVED, Ahead, Entry, Later
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
@@ -116,6 +117,13 @@ class Loop:
         assert isinstance(step, Ahead) == any(late[row] and self.alternates[row] for row in rows)
         if isinstance(step, Ahead):
             step.look(torch.tensor([self.tokens[row][-1] for row in rows]))
+        logits = self.compute(step, rows, asked)
+        for row, found, lines in zip(rows, step.finish(), logits, strict=True):
+            self.outcomes[row].append(found)
+            self.accept(row, lines, asked[row])
+
+    def compute(self, step, rows, asked):
+        """Logits of each row's own token, and of those that are ``asked`` behind it."""
         counts = [1 + len(asked[row]) for row in rows]
         ids = [token for row in rows for token in (self.tokens[row][-1], *asked[row])]
         positions = torch.cat(
@@ -132,10 +140,37 @@ class Loop:
             return step.attend(i, q.transpose(0, 1), self.pool[i], view, scale).transpose(0, 1)
 
         with self.state.executor.step():
-            logits = attending.forward(self.model, ids, attend, positions, len(ids)).split(counts)
-        for row, found, lines in zip(rows, step.finish(), logits, strict=True):
-            self.outcomes[row].append(found)
-            self.accept(row, lines, asked[row])
+            return attending.forward(self.model, ids, attend, positions, len(ids)).split(counts)
+
+    @torch.inference_mode()
+    def follow(self, rows, count):
+        """``count`` steps, of whose tokens the state learns at the end; those that do not stand are taken back."""
+        chain, known = Chain(self.state), {row: list(self.tokens[row]) for row in rows}
+        put_out, nothing = [], dict.fromkeys(rows, ())
+        for _ in range(count):
+            for row in rows:
+                self.length[row] += 1
+                for own in self.slots[row]:
+                    own.append(self.free.pop())
+            tokens = {row: chain.tokens(known[row]) if self.alternates[row] else None for row in rows}
+            step = self.state.begin(
+                [Entry(row, self.length[row], tokens[row], 0, self.reading) for row in rows]
+            )
+            logits = self.compute(step, rows, nothing)
+            chain.add(step)
+            put_out.append([int(lines[-1].argmax()) for lines in logits])
+            for row, lines, token in zip(rows, logits, put_out[-1], strict=True):
+                self.tokens[row].append(token)
+                self.logits[row].append(lines[-1])
+        stand, outcomes = chain.settle(np.array(put_out), np.full(len(rows), count))
+        for row, stands, own in zip(rows, stand.tolist(), outcomes, strict=True):
+            self.outcomes[row] += own
+            if gone := count - stands:
+                self.length[row] -= gone
+                del self.tokens[row][-gone:], self.logits[row][-gone:]
+                for slots in self.slots[row]:
+                    self.free[:0] = slots[-gone:]
+                    del slots[-gone:]
 
     def accept(self, row, lines, drafted):
         """Greedy: what stands of a pass, up to where a slow step is due; the rest is given back."""
@@ -214,6 +249,34 @@ def test_a_budget_that_holds_everything_is_dense(model):
         loop.step([0])
     assert sum(outcome.fast for outcome in loop.outcomes[0]) > 20
     agree(loop, 0, model, prompt, config=config, always_slow=True)
+
+
+@pytest.mark.parametrize("rule", ["fused", "frozen", "random", "none"])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_steps_that_follow_each_other_are_the_steps_one_by_one(model, gap, rule):
+    """Batches that change between chains of any length; what is computed behind a sentence's end is taken back."""
+    config = SfiConfig(**{**vars(CONFIG), "minimum_gap": gap, "refresh_budget": 5})
+    reading = Reading(rule, selected=9, recent=16, seed=1 << 40)
+    loop, asked = Loop(model, new_state(config, runs=2), reading=reading), prompts([120, 90, 37, 60])
+    for row, prompt in enumerate(asked):  # the third finds no buffer
+        loop.prefill(row, prompt, alternates=row != 3)
+    rng, taken_back = random.Random(2), 0
+    for _ in range(24):
+        rows = [0, *(row for row in (1, 2, 3) if rng.random() < 0.7)]
+        count, before = rng.randrange(1, 9), len(loop.tokens[0])
+        loop.follow(rows, count)
+        taken_back += count - (len(loop.tokens[0]) - before)
+    assert taken_back > 5
+    numbers = replace(settings(config), k=9, gap=gap)
+    for row, prompt in enumerate(asked):
+        how = combined.Decode(numbers, TRIGGERS, rule, 1 << 40) if row < 2 else combined.Decode()
+        want = combined.generate(model, prompt, len(loop.tokens[row]), decode=how)
+        assert loop.tokens[row] == want.tokens
+        got = torch.stack(loop.logits[row])
+        torch.testing.assert_close(got, torch.stack(want.logits), atol=1e-4, rtol=1e-4)
+        if row < 2:
+            assert [outcome.cause for outcome in loop.outcomes[row]] == want.causes
+            assert [not outcome.fast for outcome in loop.outcomes[row]] == want.slow
 
 
 @LATE
