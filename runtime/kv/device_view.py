@@ -69,6 +69,21 @@ class Buffers:
         self.head = torch.zeros(spans, 5, segments + 4, dtype=torch.int32, **there)
         self.slots = torch.zeros(spans, entries + 4, dtype=torch.int32, **there)
         self.write = torch.zeros(spans, rows, dtype=torch.int64, **there)
+        self._steps: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def parts(self, span: int, segments: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """What launches over so many segments and rows are given: the tensors of a :class:`DeviceView`, in order.
+
+        Kept for decode steps, whose sizes come again and again.
+        """
+        found = self._steps.get((span, rows)) if rows == segments else None
+        if found is None:
+            begin, lengths, prefixes, _, bounds = self.head[span]
+            each = begin[:segments], lengths[:segments], prefixes[:segments], bounds[: segments + 1]
+            found = self.slots[span].unsqueeze(1), *each, self.write[span, :rows]
+            if rows == segments:
+                self._steps[span, rows] = found
+        return found
 
     def hold(self, *sizes: int) -> bool:
         """Whether a step of so many segments, entries and rows has room."""
@@ -214,14 +229,14 @@ class DeviceTables:
 
     def _view(self, room: Buffers, span: int, view: SpanView, segments: int, rows: int) -> DeviceView:
         new = np.diff(view.query)
-        begin, lengths, prefixes, _, bounds = room.head[span]
+        table, begin, lengths, prefixes, bounds, write = room.parts(span, segments, rows)
         return DeviceView(
-            room.slots[span].unsqueeze(1),
-            begin[:segments],
-            lengths[:segments],
-            prefixes[:segments],
-            bounds[: segments + 1],
-            room.write[span, :rows],
+            table,
+            begin,
+            lengths,
+            prefixes,
+            bounds,
+            write,
             view.begin + DUMMY + 1,
             int(new.max(initial=min(rows, 1))),
             int((np.diff(view.entry) - new).max(initial=0)),
