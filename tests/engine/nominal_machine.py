@@ -68,6 +68,7 @@ PROPERTIES = SimpleNamespace(
     warp_size=32,
     max_threads_per_multi_processor=2048,
     shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
     regs_per_multiprocessor=65536,
     L2_cache_size=50 << 20,
     is_integrated=False,

@@ -26,11 +26,11 @@ PLAIN = {
     "SPEED and FastKV": {"depth_cutoff": 3} | FASTKV,
     "SpecPrefill": SPEC,
     "SFI": SFI,
-    "SFI at random": SFI | {"sfi_selection": "random"},
     "SFI, once chosen": SFI | {"sfi_selection": "frozen"},
     "all but drafting": SPEC | FASTKV | SFI | {"depth_cutoff": 3},
 }
 DECIDING = {
+    "SFI at random": SFI | {"sfi_selection": "random"},
     "drafting": {"speculative": True},
     "drafting with SFI": SFI | {"speculative": True},
     "everything": SPEC | FASTKV | SFI | {"depth_cutoff": 3, "speculative": True},
