@@ -9,6 +9,10 @@ import torch
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
 FILES = sorted(RUNTIME.rglob("*.py"))
 ON_THE_HOST = {
+    "captured.py": {
+        *(f"{staged}.numpy()" for staged in ("plans", "renewed", "pitch")),
+        *(f"planned.step.{planned}.packed.numpy()" for planned in ("plan", "refresh")),
+    },
     "span_attention.py": {"table.numpy()"},  # after a look at its device
     "device_view.py": {"staging.numpy()"},  # host memory by what it is
 }
