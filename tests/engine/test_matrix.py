@@ -328,7 +328,7 @@ def check_one_in_chunks_at_a_time(server):
         answer["output_ids"] for which in range(len(prompts)) for answer in ask_for(slice(which, which + 1))
     ]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(tokens_of, server, make_prompt(30, 20), {}, 400)
+        running = pool.submit(tokens_of, server, make_prompt(30, 20), {}, 1200)
         wait_until(lambda: server.engine()["open_accounts"] == 1)
         together = [answer["output_ids"] for answer in ask_for(slice(None))]
         assert not running.done()
