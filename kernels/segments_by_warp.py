@@ -23,7 +23,7 @@ import triton.language as tl
 from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.paged_decode import Result, pick_pieces
 from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
-from fathom.kernels.two_segment_attention import LONGEST, Evidence, SegmentPlan, keys_of_program
+from fathom.kernels.two_segment_attention import LONGEST, Evidence, SegmentPlan, work_of_program
 
 COLUMNS = 8
 """Of a product, the fewest there can be: a group's heads, one for the norms, padding."""
@@ -34,7 +34,7 @@ OPTIONS = {"num_warps": WARPS, "num_stages": 3}
 PIECES_PER_PROCESSOR = 2
 """Programs with keys to read for each multiprocessor. Three fit, by registers and shared memory, and alone they are
 2 to 5 % faster (on an H200, 131,072 entries for each of 1 and 16 requests); with selections renewed beside them two
-are, by 3 to 8 %."""
+are, by 2 to 8 %."""
 SHARED_MEMORY = 195 << 10
 """Bytes that a multiprocessor must have: two programs of 64 KiB, and room beside them. Those of 9.0 and 10.0 do."""
 
@@ -121,10 +121,7 @@ def _by_warp_kernel(
     """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(2)
-    field = packed + b * 6
-    row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
-    compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
-    first, last = keys_of_program(packed, length + end - begin, pieces, BLOCK)
+    row, begin, _end, compact_start, length, kept, first, last = work_of_program(packed, pieces, BLOCK)
 
     r = tl.arange(0, COLUMNS)
     head, real, spare = h * GROUP + r, r < GROUP, r == GROUP

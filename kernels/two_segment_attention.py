@@ -165,11 +165,18 @@ def _counts(packed, i, there):
 
 
 @triton.jit
-def keys_of_program(packed, count, pieces, BLOCK: tl.constexpr):
-    """The part ``first .. last - 1`` of a request's ``count`` keys that is this program's; its third id says which.
+def work_of_program(packed, pieces, BLOCK: tl.constexpr):
+    """The descriptor of this program's request, its first id, and which part of its keys is the program's.
 
     All programs that have keys take about as many: a row that reads everything has many, others have one or two.
+
+    Returns:
+        ``FIELDS`` in their order, and the part ``first .. last - 1`` of the keys of both segments.
     """
+    field = packed + tl.program_id(0) * 6
+    row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
+    compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
+    count = length + end - begin
     everyone = tl.zeros((), tl.int64)
     for start in range(0, tl.num_programs(0), 128):
         i = start + tl.arange(0, 128)
@@ -177,7 +184,7 @@ def keys_of_program(packed, count, pieces, BLOCK: tl.constexpr):
     wanted = tl.minimum(tl.cdiv(everyone, pieces), count).to(tl.int32)
     share = tl.cdiv(tl.maximum(wanted, tl.cdiv(count, tl.num_programs(2))), BLOCK) * BLOCK
     first = tl.program_id(2) * share
-    return first, tl.minimum(first + share, count)
+    return row, begin, end, compact_start, length, kept, first, tl.minimum(first + share, count)
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -195,10 +202,7 @@ def _segments_kernel(
     """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp."""
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(2)
-    field = packed + b * 6
-    row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
-    compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
-    first, last = keys_of_program(packed, length + end - begin, pieces, BLOCK)
+    row, begin, end, compact_start, length, kept, first, last = work_of_program(packed, pieces, BLOCK)
 
     r = tl.arange(0, ROWS)
     head, w = h * GROUP + r // WINDOW, r % WINDOW

@@ -71,9 +71,9 @@ class CapturedStep:
             packed, renewed = self.packed[:, :rows], self.renewed[:, :, :requests]
             crossed = packed.clone(), renewed.clone()
             self._write(step.otherwise, views, there)
-            packed.copy_(torch.where(step.crossed.unsqueeze(1), crossed[0], packed))
+            packed.copy_(step.of_rows(crossed[0], packed))
             if requests:
-                renewed.copy_(torch.where(step.crossed_places, crossed[1], renewed))
+                renewed.copy_(step.of_places(crossed[1], renewed))
 
     def _write(self, step: Step | None, views: Sequence[SpanView], there: Sequence[DeviceView]) -> None:
         """The plans of one step, as the host has them."""

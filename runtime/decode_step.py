@@ -393,6 +393,14 @@ class Ahead(Step):
         self.crossed = self.state.triggers[tokens]
         self.crossed_places = self.crossed[send(owner, tokens.device)]
 
+    def of_rows(self, crossed: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """Of two plans [..., requests, fields] on the device each request's own."""
+        return torch.where(self.crossed.unsqueeze(1), crossed, otherwise)
+
+    def of_places(self, crossed: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """The same of what is renewed, [..., capacity]."""
+        return torch.where(self.crossed_places, crossed, otherwise)
+
     def span_step(self, layer: int, view: SpanView, there: DeviceView | None = None) -> SpanStep:
         span = layer // self.state.shape.span
         if span not in self.spans:
@@ -407,10 +415,10 @@ class Ahead(Step):
     def _take(self, planned: Planned, otherwise: Planned) -> SfiStep:
         """What the device takes of two plans; on it."""
         one, other = (each.on(self.state.shape.device) for each in (planned, otherwise))
-        packed = torch.where(self.crossed.unsqueeze(1), one.plan.packed, other.plan.packed)
+        packed = self.of_rows(one.plan.packed, other.plan.packed)
         refresh = one.refresh
         if self.capacity:
-            refresh = RefreshBatch(torch.where(self.crossed_places, one.refresh.packed, other.refresh.packed))
+            refresh = RefreshBatch(self.of_places(one.refresh.packed, other.refresh.packed))
         return SfiStep(SegmentPlan(packed, one.plan.kv_heads), one.refreshed, one.held, refresh)
 
     def finish(self) -> list[Outcome | Later | None]:

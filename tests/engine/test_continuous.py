@@ -1,19 +1,20 @@
 """Several decode steps between two looks of SGLang's scheduler: the same answers and accounts as one at a time."""
 
-import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import interpreted
 import pytest
 from greedy import TOLERANCE, ask
+from interpreted import MECHANISMS
 from noisy import draft_flags
 from waiting import held, wait_until
 
 NEW_TOKENS = 24
-SPEC = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 2}
-FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
-SFI = {"decode": "slow_fast"}
+prompt_of = partial(interpreted.prompt_of, length=150)
+SPEC, FASTKV, SFI = (MECHANISMS[name] for name in ("SpecPrefill", "FastKV", "SFI"))
 POLICIES = {
     "dense": {},
     "SPEED": {"depth_cutoff": 3},
@@ -48,11 +49,6 @@ def servers(request, start_process, ending_pair):
         return start_process([*command, *draft_flags(draft)])
 
     return start("--num-continuous-decode-steps", "5"), start()
-
-
-def prompt_of(name, length=150):
-    rng = random.Random(f"{name}/{length}")
-    return [rng.randrange(6, 2000) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import interpreted
 import pytest
 from greedy import TOLERANCE, ask
+from interpreted import MECHANISMS
 from noisy import draft_flags
 from waiting import held, wait_until
 
 NEW_TOKENS = 12
-SPEC = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64, "lookahead": 2}
-FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
-SFI = {"decode": "slow_fast"}
+SPEC, FASTKV, SFI = (MECHANISMS[name] for name in ("SpecPrefill", "FastKV", "SFI"))
 PLAIN = {
     "dense": {},
     "SPEED": {"depth_cutoff": 3},
@@ -69,8 +69,7 @@ def waiting(start):
 
 
 def prompt_of(name, length=150):
-    rng = random.Random(f"{name}/{length}")
-    return [rng.randrange(6, 2000) for _ in range(length)]
+    return interpreted.prompt_of(name, length)
 
 
 def ask_all(server, cases):
