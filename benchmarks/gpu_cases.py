@@ -35,6 +35,8 @@ FASTKV, SPECPREFILL = FastKVConfig(), SpecPrefillConfig()
 DRAFTED = 8
 """New tokens per request where drafted ones are verified."""
 SPANS = 4
+BEYOND = 3
+"""Tokens behind each request's last one that its page tables name."""
 CHECKED_ENTRIES = 64
 """Copied entries that are compared where the reference cannot afford them all."""
 
@@ -243,21 +245,25 @@ def tables(s: Setting, page: int = 1, spans: int = SPANS) -> Problem:
     inputs = Inputs(s)
     longest, unwritten = max(s.lengths), -5
     new = [min(n, 1) for n in s.lengths]
-    pages, blocks = triton.cdiv(longest, page), triton.cdiv(triton.cdiv(longest, page), BLOCK)
+    most = longest + BEYOND
+    pages, blocks = triton.cdiv(most, page), triton.cdiv(triton.cdiv(most, page), BLOCK)
     head = torch.full((spans, 5, s.batch + 3), 7, dtype=torch.int32, **inputs.there)
     for span in range(spans):
         source = [row if (span + row) % 2 else -1 - row for row in range(s.batch)]
-        begin, first = ([sum(each[:i]) for i in range(s.batch)] for each in (s.lengths, new))
+        room = [n + BEYOND for n in s.lengths]
+        begin, first = ([sum(each[:i]) for i in range(s.batch)] for each in (room, new))
         before = [n - f for n, f in zip(s.lengths, new, strict=True)]
         for line, numbers in enumerate(([1 + b for b in begin], s.lengths, before, source, first)):
             head[span, line, : s.batch] = inputs.integers(numbers)
     given = (
-        inputs.below(pages * page, s.batch, longest),
+        inputs.below(pages * page, s.batch, most),
         inputs.below(pages, spans, pages),
         inputs.order(spans * s.batch * blocks).view(spans, s.batch, blocks),
         inputs.below(pages, spans * s.batch * blocks, BLOCK),
     )
-    slots = torch.full((spans, sum(s.lengths) + 2), unwritten, dtype=torch.int32, **inputs.there)
+    slots = torch.full(
+        (spans, sum(s.lengths) + BEYOND * s.batch + 2), unwritten, dtype=torch.int32, **inputs.there
+    )
     write = torch.full((spans, sum(new) + 1), unwritten, dtype=torch.int64, **inputs.there)
     want = slots.clone(), write.clone()
 
@@ -266,10 +272,10 @@ def tables(s: Setting, page: int = 1, spans: int = SPANS) -> Problem:
         write.fill_(unwritten)
 
     def call() -> Any:
-        span_tables(head, slots, write, s.batch, longest, *given, page)
+        span_tables(head, slots, write, s.batch, longest, BEYOND, *given, page)
 
     def pairs(_: Any, last: bool) -> Iterator[Pair]:
-        span_tables_torch(head, *want, s.batch, *given, page)
+        span_tables_torch(head, *want, s.batch, BEYOND, *given, page)
         yield "slots", slots, want[0], EXACT
         yield "slots to write", write, want[1], EXACT
 

@@ -25,6 +25,7 @@ def span_tables(
     write: torch.Tensor,
     requests: int,
     longest: int,
+    beyond: int,
     request_table: torch.Tensor,
     backing: torch.Tensor,
     directory: torch.Tensor,
@@ -39,6 +40,8 @@ def span_tables(
             private table is read; and where its new tokens begin in ``write``.
         slots: [spans, entries] int32; write: [spans, tokens] int64. Changed in place.
         requests: how many there are; longest: most entries of one at a span.
+        beyond: tokens behind each request's last one whose slots, where the tables name any, are written to
+            ``slots`` behind its own.
         request_table: [rows, positions] int32 virtual slots.
         backing: [spans, virtual pages] int32 physical pages of virtual ones.
         directory: [spans, rows, blocks of a table] int32 numbers of the blocks that a private table lies in.
@@ -51,6 +54,7 @@ def span_tables(
             write,
             requests,
             longest,
+            beyond,
             request_table,
             backing,
             directory,
@@ -58,7 +62,9 @@ def span_tables(
             page_size,
         )
         return
-    span_tables_torch(head, slots, write, requests, request_table, backing, directory, blocks, page_size)
+    span_tables_torch(
+        head, slots, write, requests, beyond, request_table, backing, directory, blocks, page_size
+    )
 
 
 def span_tables_torch(
@@ -66,6 +72,7 @@ def span_tables_torch(
     slots: torch.Tensor,
     write: torch.Tensor,
     requests: int,
+    beyond: int,
     request_table: torch.Tensor,
     backing: torch.Tensor,
     directory: torch.Tensor,
@@ -75,27 +82,27 @@ def span_tables_torch(
     """:func:`span_tables` in plain PyTorch, request after request."""
     for span, numbers in enumerate(head[:, :, :requests].tolist()):
         for begin, length, prefix, source, first in zip(*numbers, strict=True):
-            entry = torch.arange(length)
+            entry = torch.arange(length + beyond)
             if source < 0:
                 page = blocks[directory[span, -1 - source]].flatten()[entry // page_size]
                 own = page * page_size + entry % page_size
             else:
-                virtual = request_table[source, :length]
+                virtual = request_table[source, : length + beyond]
                 own = backing[span, virtual // page_size] * page_size + virtual % page_size
-            slots[span, begin : begin + length] = own
-            write[span, first : first + length - prefix] = own[prefix:]
+            slots[span, begin : begin + length + beyond] = own
+            write[span, first : first + length - prefix] = own[prefix:length]
 
 
 # Buffers grow, and the tables are parts of one block of memory.
 _VARYING = ["backing", "directory", "blocks", "stride_head", "width", "stride_slots", "stride_write"]
-_VARYING += ["stride_rows", "stride_backing", "stride_span", "stride_table"]
+_VARYING += ["stride_rows", "stride_backing", "stride_span", "stride_table", "beyond"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _span_tables(
     head, slots, write, request_table, backing, directory, blocks,
     stride_head, width, stride_slots, stride_write, stride_rows, stride_backing, stride_span, stride_table,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    beyond, PAGE: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Program (block of entries, request, span)."""
     request, span = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -104,9 +111,10 @@ def _span_tables(
     prefix, source = tl.load(numbers + 2 * width), tl.load(numbers + 3 * width)
     first = tl.load(numbers + 4 * width)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    there = entry < length
-    private = entry < tl.where(source < 0, length, 0)
-    mapped = entry < tl.where(source < 0, 0, length)
+    reach = length + beyond
+    there = entry < reach
+    private = entry < tl.where(source < 0, reach, 0)
+    mapped = entry < tl.where(source < 0, 0, reach)
     row = tl.where(source < 0, -1 - source, source).to(tl.int64)
     virtual = tl.load(request_table + row * stride_rows + entry, mask=mapped, other=0)
     shared = tl.load(backing + span * stride_backing + virtual // PAGE, mask=mapped, other=0)
@@ -116,7 +124,7 @@ def _span_tables(
     listed = tl.load(blocks + block * BLOCK + page % BLOCK, mask=private, other=0)
     slot = tl.where(private, listed * PAGE + entry % PAGE, shared * PAGE + virtual % PAGE)
     tl.store(slots + span * stride_slots + begin + entry, slot, mask=there)
-    fresh = there & (entry >= prefix)
+    fresh = (entry >= prefix) & (entry < length)
     tl.store(write + span * stride_write + first + entry - prefix, slot.to(tl.int64), mask=fresh)
 
 
@@ -126,6 +134,7 @@ def span_tables_triton(
     write: torch.Tensor,
     requests: int,
     longest: int,
+    beyond: int,
     request_table: torch.Tensor,
     backing: torch.Tensor,
     directory: torch.Tensor,
@@ -133,10 +142,10 @@ def span_tables_triton(
     page_size: int,
 ) -> None:
     """:func:`span_tables` in one launch; nothing waits for the device."""
-    _span_tables[(triton.cdiv(longest, ENTRIES), requests, head.shape[0])](
+    _span_tables[(triton.cdiv(longest + beyond, ENTRIES), requests, head.shape[0])](
         head, slots, write, request_table, backing, directory, blocks,
         *head.stride()[:2], slots.stride(0), write.stride(0), request_table.stride(0), backing.stride(0),
-        *directory.stride()[:2], PAGE=page_size, BLOCK=blocks.shape[1], ENTRIES=ENTRIES,
+        *directory.stride()[:2], beyond, PAGE=page_size, BLOCK=blocks.shape[1], ENTRIES=ENTRIES,
     )  # fmt: skip
 
 

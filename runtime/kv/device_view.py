@@ -6,7 +6,7 @@ alone, so that it can be captured in a CUDA graph and replayed after the buffers
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -107,7 +107,8 @@ class DeviceTables:
 
     Attributes:
         grown: how often a step did not fit and larger buffers were made.
-        looked_up: how many steps' lists the device has written itself.
+        looked_up: how many steps' lists the device has written itself; moved: how many steps were taken up by
+            :meth:`move_on`.
         placed: how often the lists of a :class:`ListView` were written, for it and those that followed.
     """
 
@@ -119,7 +120,7 @@ class DeviceTables:
             segments, entries, rows: what a span's first buffers hold, per step.
         """
         self.device = torch.device(device)
-        self.grown = self.looked_up = self.placed = 0
+        self.grown = self.looked_up = self.moved = self.placed = 0
         self.spans = spans
         self.first = Buffers(spans, segments, entries, rows, device)
         self._larger: Buffers | None = None
@@ -253,13 +254,14 @@ class DeviceTables:
         """Let the device write the lists of a step's first spans from the tables that it has.
 
         Args:
-            views: of the spans ``0 .. len(views) - 1``; mirror: which has the tables of their requests.
+            views: of the spans ``0 .. len(views) - 1``; the slots of tokens beyond their requests are written
+                too. mirror: which has the tables of the requests.
             request_table: [rows, positions] int32 virtual slots, on the device.
             padded_to: as :meth:`fill`.
         """
         requests, new = len(views[0].query) - 1, int(views[0].query[-1])
         segments, rows = self._sizes(views[0], padded_to)
-        room = self._room(segments, max(int(view.entry[-1]) for view in views), rows)
+        room = self._room(segments, max(view.room for view in views), rows)
         staging = staged((len(views), 5, segments + 1), torch.int32, self.device)
         for numbers, view in zip(staging.numpy(), views, strict=True):
             self._describe(numbers, view, rows - new)
@@ -273,6 +275,7 @@ class DeviceTables:
             room.write,
             requests,
             max(int(np.diff(view.entry).max()) for view in views),
+            views[0].batch.beyond,
             request_table,
             mirror.backing,
             mirror.directory,
@@ -282,3 +285,31 @@ class DeviceTables:
         for span, view in enumerate(views):
             self._filled[span] = Filled(view, padded_to, room, self._view(room, span, view, segments, rows))
         self.looked_up += 1
+
+    def moves_on(self) -> bool:
+        """Whether :meth:`move_on` may follow: the device has written the lists of all spans, with room behind."""
+        return all(
+            held is not None and isinstance(held.view, TableView) and held.view.batch.beyond > 0
+            for held in self._filled
+        )
+
+    def move_on(self, views: Sequence[TableView]) -> None:
+        """Take up the step behind the one that the buffers hold: of the same requests, each a token longer.
+
+        The slots of these tokens are in the lists already.
+
+        Args:
+            views: of all spans.
+        """
+        requests, room = len(views[0].entry) - 1, self._filled[0].room  # type: ignore[union-attr]
+        head = room.head[: len(views), :, :requests]
+        head[:, 1:3] += 1
+        # The new token's entry is the one behind the prefix.
+        last = (head[:, 0] + head[:, 2]).long()
+        room.write[: len(views), :requests] = room.slots[: len(views)].gather(1, last)
+        for span, view in enumerate(views):
+            held = self._filled[span]
+            assert held is not None and held.room is room
+            there = replace(held.there, most_prefix=held.there.most_prefix + 1)
+            self._filled[span] = held._replace(view=view, there=there)
+        self.moved += 1

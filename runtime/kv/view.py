@@ -138,6 +138,16 @@ class TableView(SpanView):
         self.look_up = lambda run: self._all[run]
 
     @property
+    def begin(self) -> np.ndarray:
+        """Behind each request's entries there is room for those of the tokens beyond it."""
+        return self.entry[:-1] + self.batch.beyond * np.arange(len(self.entry) - 1)
+
+    @property
+    def room(self) -> int:
+        """Entries of all requests, and those of the tokens beyond them."""
+        return int(self.entry[-1]) + self.batch.beyond * (len(self.entry) - 1)
+
+    @property
     def sources(self) -> np.ndarray:
         """[requests] row of each request, or -1 - row where its private table is read."""
         rows = self.batch.rows

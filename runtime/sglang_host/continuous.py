@@ -71,6 +71,7 @@ class Continuous:
         chain: Chain | None,
         within: Callable[[int], AbstractContextManager[None]],
         forward: Callable[[ScheduleBatch], GenerationBatchResult],
+        again: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> tuple[BurstResult, dict[Req, list[Outcome | None]]]:
         """Run the further steps and settle what stands.
 
@@ -78,40 +79,48 @@ class Continuous:
             result: of the first step; tails: of :meth:`room`.
             chain: has the first step, where some request decodes slow and fast.
             within: a step runs in it, given for how many tokens there is room behind it; forward: a step.
+            again: the tokens of a step that is a captured one replayed with what the last one has left, given the
+                tokens that it reads; None where there is none.
 
         Returns:
             The result of all steps, and by request what each of its steps was.
         """
         first, device = batch.out_cache_loc, result.next_token_ids.device
-        tokens = [result.next_token_ids]
+        tokens, there = [result.next_token_ids], batch.seq_lens_cpu
         room = send(np.stack([tail.slots for tail in tails], 1), device, torch.int64)
         for place, slots in enumerate(room, 1):
-            _move(batch, torch.ones_like(batch.seq_lens_cpu))
-            batch.input_ids, batch.out_cache_loc = tokens[-1].long(), slots
+            batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens_cpu + 1, None
+            read = tokens[-1].long()
             with within(len(room) - place):
-                tokens.append(forward(batch).next_token_ids)
+                put_out = again(read)
+                if put_out is None:
+                    batch.input_ids, batch.out_cache_loc = read, slots
+                    _lengthen(batch, batch.seq_lens_cpu - there)
+                    there = batch.seq_lens_cpu
+                    put_out = forward(batch).next_token_ids
+            tokens.append(put_out)
         self.steps += len(tokens) - 1
-        put_out = torch.stack(tokens)
-        known = put_out.cpu().numpy()
+        all_tokens = torch.stack(tokens)
+        known = all_tokens.cpu().numpy()
         counts = np.array([_stands(request, own) for request, own in zip(batch.reqs, known.T, strict=True)])
         outcomes: list[list[Outcome | None]] = [[None] * int(count) for count in counts]
         if chain is not None:
             counts, outcomes = chain.settle(known, counts)
         self.tails.settle(tails, (counts - 1).tolist())
-        _move(batch, torch.from_numpy(counts) - len(tokens))
+        batch.seq_lens_cpu = batch.seq_lens_cpu + torch.from_numpy(counts) - len(tokens)
+        batch.seq_lens_sum = None
+        _lengthen(batch, batch.seq_lens_cpu - there)
         batch.out_cache_loc = first
-        result.next_token_ids = put_out.gather(0, send(counts - 1, device).view(1, -1)).squeeze(0)
+        result.next_token_ids = all_tokens.gather(0, send(counts - 1, device).view(1, -1)).squeeze(0)
         runs = {place: Run(known[:count, place].tolist()) for place, count in enumerate(counts.tolist())}
         return burst(result, runs), dict(zip(batch.reqs, outcomes, strict=True))
 
 
-def _move(batch: ScheduleBatch, by: torch.Tensor) -> None:
-    """Make each request longer by so many tokens; as SGLang does before a decode step."""
-    there = send(by, batch.seq_lens.device)
-    batch.seq_lens_cpu = batch.seq_lens_cpu + by
-    batch.seq_lens = batch.seq_lens + there.to(batch.seq_lens.dtype)
-    batch.orig_seq_lens = batch.orig_seq_lens + there.to(batch.orig_seq_lens.dtype)
-    batch.seq_lens_sum = None
+def _lengthen(batch: ScheduleBatch, by: torch.Tensor) -> None:
+    """Make each request longer by so many tokens where the device knows its length."""
+    more = send(by, batch.seq_lens.device)
+    batch.seq_lens = batch.seq_lens + more.to(batch.seq_lens.dtype)
+    batch.orig_seq_lens = batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype)
 
 
 def _stands(request: Req, tokens: np.ndarray) -> int:

@@ -82,7 +82,7 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
         labels: of all variants; narrow: of those that have one row of each request.
         variants: what decides between them, given the backend.
         most: requests of a step.
-        replayed: how many steps were replayed, by label.
+        replayed: how many steps were replayed, by label; batch: of the last of them.
     """
 
     labels: tuple[str, ...]
@@ -90,6 +90,7 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
     variants: Callable[[Any], Any]
     attn_backend: TritonAttentionBackend
     most: int
+    batch: "ForwardBatch | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.replayed = dict.fromkeys(self.labels, 0)
@@ -146,6 +147,7 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
 
     def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
         self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
+        self.batch = forward_batch
         return super().execute(forward_batch, *args, **kwargs)
 
 
@@ -164,6 +166,33 @@ class DecodeGraphRunner(CountingGraphRunner):
                 return forward(*inner, **kwargs)
 
         super().capture_one_shape(size, around, *args)
+
+    def moved_on(self, tokens: torch.Tensor) -> "ForwardBatch | None":
+        """The batch that was replayed last, each request a token longer, for SGLang's runner to replay as it is.
+
+        Nothing of the batch is composed anew. Of SGLang's own buffers a captured step reads the tokens and their
+        positions, which the runner copies there, and what stays the same.
+
+        Args:
+            tokens: [requests] the new ones.
+
+        Returns:
+            None where no captured step can take the place of this one, or there is no room behind the last.
+        """
+        batch, backend = self.batch, self.attn_backend
+        if batch is None or not backend.moves_on():
+            return None
+        if batch.mrope_positions is not None or batch.ngram_embedding_info is not None:
+            return None
+        assert batch.seq_lens_cpu is not None and batch.positions is not None
+        lengths = batch.seq_lens_cpu + 1
+        if not self.takes(len(lengths), entries := int(lengths.sum()), len(lengths)):
+            return None
+        batch.input_ids, batch.positions = tokens, batch.positions + 1
+        batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens + 1, lengths, entries
+        backend.move_on()
+        batch.mark_forward_metadata_ready()
+        return batch
 
     def logits(self, rows: Batch, compose: Callable[[], "ForwardBatch"]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of several rows of each request, valid until the next replay.

@@ -119,9 +119,21 @@ GPU_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         f"{_GRAPHS}.load_batch",
         "read",
-        "fills a batch up, and has the backend's buffers filled before a replay",
+        "fills a batch up, and has the backend's buffers filled before a replay; of a batch that is said to be "
+        "ready it takes tokens and positions alone",
         "forward_batch pp_proxy_tensors",
-        reads_attributes("_pad_to_bucket init_forward_metadata_out_graph _resolve_attention_variant"),
+        reads_attributes(
+            "_pad_to_bucket init_forward_metadata_out_graph _resolve_attention_variant needs_forward_metadata_init "
+            "raw_num_token input_ids positions"
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.forward_batch_info:ForwardBatch.mark_forward_metadata_ready",
+        "call",
+        "a batch whose requests are each a token longer is replayed with what the backend has prepared itself",
+        "replan_equivalent",
+        reads_attributes("forward_metadata_ready"),
     ),
     relies_on(
         SCHEDULER,

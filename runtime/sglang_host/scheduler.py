@@ -206,6 +206,7 @@ class FathomScheduler(Scheduler):
             "overlapped_steps": self.overlapped_steps,
             "steps_that_followed": getattr(self.tp_worker.continuous, "steps", 0),
             "looked_up_steps": getattr(runner.attn_backend, "looked_up_steps", 0),
+            "moved_steps": getattr(runner.attn_backend, "moved_steps", 0),
             "grown_tables": getattr(getattr(runner.attn_backend, "tables", None), "grown", 0),
             "prefill_attention": getattr(runner.attn_backend, "prefill_attention", None),
             "flashinfer_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "plans", 0),

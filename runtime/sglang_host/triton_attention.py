@@ -123,13 +123,18 @@ class TritonAttentionBackend(SpanAttentionBackend):
         lists = room.head, room.slots, room.write
         # No request.
         span_tables(
-            *lists, 0, 1, self.req_to_token, blocks, blocks.unsqueeze(0), blocks, self.memory.page_size
+            *lists, 0, 1, 0, self.req_to_token, blocks, blocks.unsqueeze(0), blocks, self.memory.page_size
         )
 
     @property
     def looked_up_steps(self) -> int:
         """Steps whose page tables the device has written itself."""
         return self.tables.looked_up
+
+    @property
+    def moved_steps(self) -> int:
+        """Steps that read the page tables of the step before them, a token further."""
+        return self.tables.moved
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         if self.rows is None and forward_batch.rids is None:
@@ -162,7 +167,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             serves = most <= MOST_NEW
         else:
             serves = self.captured_step is not None and self.captured_step.serves(self.alternating, rows)
-        return serves and self.tables.first.hold(requests, entries + requests, rows)
+        return serves and self.tables.first.hold(requests, entries + requests * (1 + self.beyond), rows)
 
     @contextmanager
     def capturing(self, what: str) -> Iterator[None]:
@@ -203,6 +208,22 @@ class TritonAttentionBackend(SpanAttentionBackend):
         if self.captures in (ALTERNATING, RENEWING) or self.alternating is not None:
             assert self.captured_step is not None
             self.captured_step.fill(self.padded_to, self.alternating, views, there)
+
+    def moves_on(self) -> bool:
+        """Whether :meth:`move_on` may follow: the last step was a captured one, with room behind each request."""
+        return bool(self.padded_to) and self.tables.moves_on()
+
+    def move_on(self) -> None:
+        """Fill the buffers for the step behind theirs: of the same requests, each a token longer."""
+        before, padded_to = self.batch, self.padded_to
+        self.set_decode_batch(before.rows, before.lengths + 1)
+        self.padded_to = padded_to
+        views = [self.views[span] for span in range(self.tables.spans)]
+        self.tables.move_on([view for view in views if isinstance(view, TableView)])
+        if self.alternating is not None:
+            assert self.captured_step is not None
+            there = [self.tables.fill(span, view, padded_to) for span, view in enumerate(views)]
+            self.captured_step.fill(padded_to, self.alternating, views, there)
 
     def shared_read_ends(self, fm: "ForwardMode") -> SharedReadEnds:
         # A captured step reads its own buffers only; SGLang's tables are read when these are filled.

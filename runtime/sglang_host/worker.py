@@ -252,12 +252,21 @@ class FathomWorker(TpModelWorker):
         def forward(batch: ScheduleBatch) -> GenerationBatchResult:
             return self.forward(batch, **options)
 
+        def again(tokens: torch.Tensor) -> torch.Tensor | None:
+            runner = self.model_runner.decode_cuda_graph_runner
+            moved = runner.moved_on(tokens) if isinstance(runner, decode_graphs.DecodeGraphRunner) else None
+            if moved is None:
+                return None
+            return self.model_runner.sample(self.model_runner.forward(moved).logits_output, moved)
+
         @contextmanager
         def within(behind: int) -> Iterator[None]:
             with self._room_behind(behind), self._phases(batch):
                 yield
 
-        result, self.chained = self.continuous.go_on(batch, result, self.room, self.chain, within, forward)
+        result, self.chained = self.continuous.go_on(
+            batch, result, self.room, self.chain, within, forward, again
+        )
         self.model_runner.shared_read_done_event = None  # as in `_settled`
         return result
 

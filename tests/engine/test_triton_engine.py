@@ -120,20 +120,30 @@ def test_slow_and_fast_steps_are_replayed(server, answers, expected):
 
 def test_steps_that_follow_each_other_are_replayed(server, answers, expected):
     """The same tokens and accounts as one step at a time, in the phases that the host has planned."""
-    names, tokens = ["SFI", "SPEED"], 7
+    names, tokens = ["SFI", "SPEED", "FastKV"], 7
     wanted = {name: ask(server, prompt_of(name), POLICIES[name], tokens) for name in names}
     for name, answer in wanted.items():
         expected.check(name, answer, tokens)
     before, counted = server.engine(), replayed_steps(server)
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    for name in names:
+
+    def check(name, count):
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": prompt_of(name), "sampling_params": sampling, "fathom": POLICIES[name]}
         answer = server.client.post("/generate", json=body).json()
-        assert answer["output_ids"] == wanted[name]["output_ids"]
-        report, usual = (each["meta_info"]["fathom"] for each in (answer, wanted[name]))
-        for count in ("decode_steps", "fast_steps", "trigger_refreshes", "timeout_refreshes", "kv_bytes"):
-            assert report[count] == usual[count]
-    assert server.engine()["steps_that_followed"] - before["steps_that_followed"] >= 6
+        assert answer["output_ids"] == wanted[name]["output_ids"][:count]
+        if count == tokens:
+            report, usual = (each["meta_info"]["fathom"] for each in (answer, wanted[name]))
+            for count in ("decode_steps", "fast_steps", "trigger_refreshes", "timeout_refreshes", "kv_bytes"):
+                assert report[count] == usual[count]
+
+    for name in names[:2]:
+        check(name, tokens)
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(check, names, (tokens, tokens - 1, tokens)))
+    engine = server.engine()
+    followed, moved = (engine[name] - before[name] for name in ("steps_that_followed", "moved_steps"))
+    # None of them was composed anew.
+    assert followed == moved >= 9
     replayed = replayed_steps(server) - counted
     assert replayed["alternating"] > 1 and replayed["renewing"] > 1 and replayed["dense"] >= 6
 

@@ -198,8 +198,8 @@ def tables_of_a_step() -> None:
     tables = TABLE, backing, directory, blocks, page
     slots, write = torch.zeros(SPANS, length, dtype=torch.int32), torch.zeros(SPANS, 4, dtype=torch.int64)
     want = slots.clone(), write.clone()
-    span_tables.span_tables_triton(head, slots, write, 1, length, *tables)
-    span_tables.span_tables_torch(head, *want, 1, *tables)
+    span_tables.span_tables_triton(head, slots, write, 1, length, 0, *tables)
+    span_tables.span_tables_torch(head, *want, 1, 0, *tables)
     assert torch.equal(slots, want[0]) and torch.equal(write, want[1])
     assert int(slots.min()) > WRAPS - (1 << 16)
 

@@ -1,6 +1,8 @@
 """A random life of requests whose prompts are propagated and cut down: pages are counted before they are taken,
 nothing is lost, and what a request holds afterwards is what its plan says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,10 @@ def plan(prompt, tsp, kept, cutoff, entered):
     steps += [step] if step else []
     steps += [Step(cutoff, "SPEED")] if cutoff is not None else []
     return PrefillPlan(LAYERS, 1, tuple(steps), retention(config, most))
+
+
+def slots_of(pages, size, entries):
+    return [int(pages[i // size]) * size + i % size for i in range(entries)]
 
 
 class Request:
@@ -211,9 +217,6 @@ class RetentionMachine(RuleBasedStateMachine):
         if not ready:
             return
 
-        def slots(pages, entries):
-            return [int(pages[i // self.size]) * self.size + i % self.size for i in range(entries)]
-
         tables = self.memory.tables
         new = []  # rows that every span's table has
         for request in ready:
@@ -223,19 +226,14 @@ class RetentionMachine(RuleBasedStateMachine):
         batch = Batch.plain(
             np.array([request.row for request in ready]),
             np.array([request.length for request in ready]),
-            [np.array(slots(request.virtual, request.length)) for request in ready],
+            [np.array(slots_of(request.virtual, self.size, request.length)) for request in ready],
             np.array(new),
         )
         views = Views(self.memory, batch)
         padded_to = sum(new) + int(batch.lengths.sum()) % 3
         device_views, device = self.on_a_device(batch, padded_to)
         for span in range(LAYERS):
-            wanted = [
-                slots(tables.pages(request.row, span), tables.length(request.row, span))
-                if span >= tables.first_private(request.row)
-                else slots(self.memory.shared.backing[span, request.virtual], request.length)
-                for request in ready
-            ]
+            wanted = [self.reads(request, span) for request in ready]
             view = views[span]
             assert view.slots.tolist() == [slot for own in wanted for slot in own]
             written = [
@@ -255,11 +253,55 @@ class RetentionMachine(RuleBasedStateMachine):
                 for begin in (len(own) // 2, len(own)):
                     assert Views(self.memory, batch)[span].part(i, begin, len(own)).tolist() == own[begin:]
 
-    def on_a_device(self, batch, padded_to):
-        """What a device that mirrors the tables writes by itself; never the host's own lists."""
-        for row, slots in zip(batch.rows.tolist(), batch.slots, strict=True):
+    @rule(beyond=st.integers(1, 9), padding=st.integers(0, 2))
+    def decode_on(self, beyond, padding):
+        """Decode steps that follow each other, with room for all their tokens taken before the first."""
+        decoding = [request for request in self.decoding() if self.grow(request, request.length + beyond)]
+        if not decoding:
+            return
+        rows = np.array([request.row for request in decoding])
+        ends = np.array([request.length for request in decoding])
+        slots = [np.array(slots_of(request.virtual, self.size, request.length)) for request in decoding]
+        ones, padded_to = np.ones(len(rows), np.int64), len(rows) + padding
+        for left in reversed(range(beyond)):
+            own = [every[: len(every) - left] for every in slots]
+            batch = Batch.plain(rows, ends - left, own, ones, left)
+            if left == beyond - 1:
+                views, device = self.on_a_device(batch, padded_to, slots)
+            else:
+                assert device.moves_on()
+                views = Views(self.memory, batch)
+                device.move_on([views[span] for span in range(LAYERS)])
+            for span in range(LAYERS):
+                there = device.fill(span, views[span], padded_to)
+                read = [self.reads(request, span, left) for request in decoding]
+                for line, begin, length in zip(read, there.first, there.lengths, strict=False):
+                    assert there.table[begin : begin + length, 0].tolist() == line
+                dummies = [UNBACKED] * padding
+                assert there.lengths.tolist() == [*map(len, read), *(1 for _ in dummies)]
+                assert there.prefixes.tolist() == [*(len(line) - 1 for line in read), *(0 for _ in dummies)]
+                assert there.write.tolist() == [*(line[-1] for line in read), *dummies]
+                assert there.most_prefix == max(map(len, read)) - 1
+        assert not device.moves_on()
+
+    def reads(self, request, span, without=0):
+        """The slots that a request's step reads at a span, but for the last ones."""
+        tables = self.memory.tables
+        if span >= tables.first_private(request.row):
+            pages, length = tables.pages(request.row, span), tables.length(request.row, span)
+        else:
+            pages, length = self.memory.shared.backing[span, request.virtual], request.length
+        return slots_of(pages, self.size, length - without)
+
+    def on_a_device(self, batch, padded_to, known=None):
+        """What a device that mirrors the tables writes by itself; never the host's own lists.
+
+        Args:
+            known: slots in the engine's table, those of ``batch`` if no others.
+        """
+        for row, slots in zip(batch.rows.tolist(), batch.slots if known is None else known, strict=True):
             self.request_table[row, : len(slots)] = torch.from_numpy(slots)
-        unknown = Batch.plain(batch.rows, batch.lengths, Unknown(), batch.new)
+        unknown = replace(batch, slots=Unknown())
         views = Views(self.memory, unknown)
         self.mirror.refresh(batch.rows.tolist())
         self.device.first.write.fill_(99)
