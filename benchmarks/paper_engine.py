@@ -10,11 +10,14 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from fathom.benchmarks import trace
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.model import FIRST_WORD
 from fathom.benchmarks.stats import order
@@ -46,6 +49,7 @@ class Work:
             policies that leave the same KV.
         documents: different prompts in a batch; 0 for all of them. Requests with the same one share its KV.
         warm_up: tokens of the prompts of the round that does not count; 0 for as many as are measured.
+        profile: tokens of an answer that is profiled, after the rounds; 0 for none.
         cells: file to which each cell is added, as a line of JSON, when it is measured: a run that is cut short
             leaves them. "" for none.
     """
@@ -60,6 +64,7 @@ class Work:
     documents: int = 0
     warm_up: int = 0
     cells: str = ""
+    profile: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,14 @@ class Cell:
             request that had it last; mean over the requests that have such tokens.
         rate: output tokens per second of the batch, from that first output to the last output.
         account: the scheduler's account of a request of the last round.
+        profile: of one more run, as ``trace.summary`` has it, with its account; empty if none was asked for.
     """
 
     ttft: float
     tpot: float
     rate: float
     account: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
 
 
 class Processes:
@@ -176,7 +183,23 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
                 taken[name].append(cell_of(timed))
                 note(work.cells, {"prompt": length, "variant": name, "round": turn + 1}, taken[name][-1])
         print(f"  {length} tokens, round {turn + 1} of {work.rounds}", file=sys.stderr, flush=True)
-    return {name: median_of(cells) for name, cells in taken.items()}
+    found = {name: median_of(cells) for name, cells in taken.items()}
+    if work.profile:
+        for way in ways:
+            found[way.name].profile = profile(engine, way, prompts_of(length, work, work.rounds), work)
+    return found
+
+
+def profile(engine: Any, way: Variant, prompts: Sequence[list[int]], work: Work) -> dict[str, Any]:
+    """What the profiler sees of one more run of a variant; where prompts are cached, of decoding alone."""
+    engine.forget()
+    if work.cached:
+        engine.run(prompts, 1, way.policy)
+    with tempfile.TemporaryDirectory(prefix="fathom-profile-") as folder:
+        with engine.profiled(Path(folder)):
+            timed = engine.run(prompts, work.profile, way.policy)
+        check(way, timed)
+        return trace.summary(trace.read(Path(folder))) | {"account": timed[-1].account}
 
 
 def note(file: str, where: dict[str, Any], cell: Cell) -> None:

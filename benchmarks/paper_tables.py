@@ -337,6 +337,13 @@ def parser() -> argparse.ArgumentParser:
         help="parts of the prompt that SpecPrefill keeps, above 0 and below 1 (default: %(default)s)",
     )
     result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
+    result.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="after the rounds, profile an answer of so many tokens of each variant, into --out",
+    )
     result.add_argument("--seed", type=int, default=0)
     sfi_options.add_arguments(result)
     result.add_argument("--out", type=result_file, help="write all figures there as JSON")
@@ -387,6 +394,12 @@ def run_group(
         mine = [Variant(STOCK, None, anything)] if setup.stock else ways
         cells, report = started.run(setup, mine, work)
         reports.append({"flags": list(setup.flags), "stock": setup.stock, "report": report})
+        if work.profile:
+            reports[-1]["profiles"] = {
+                f"{name}, {length}": cell.profile
+                for length, own in cells.items()
+                for name, cell in own.items()
+            }
         for length in work.lengths:
             found[length] |= cells[length]
     return found
@@ -398,6 +411,8 @@ def main(argv: Sequence[str]) -> int:
     args = command.parse_args(argv)
     if not all(0 < rate < 1 for rate in args.keep_rates):
         command.error(f"--keep-rates: above 0 and below 1, not {args.keep_rates}")
+    if args.profile and (args.profile < 2 or args.out is None):
+        command.error("--profile: at least 2 tokens, and --out for what is found")
     report, begin = Report(), time.time()
     try:
         target = paper_shapes.sized(args.target)
@@ -432,7 +447,7 @@ def main(argv: Sequence[str]) -> int:
             drafts = draft if DRAFTED & set(args.tables) else None
             engines = setups(target, drafts, span, Path(folder) / "main", args, gpu)
             size = args.batch, args.output, args.rounds, target.vocab, args.seed
-            work = Work(args.lengths, *size, warm_up=args.warm_up, cells=cells)
+            work = Work(args.lengths, *size, warm_up=args.warm_up, cells=cells, profile=args.profile)
             tsp_layer = choose_tsp_layer(target.layers, span, None)
             limits = limits_of(
                 ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=tsp_layer
@@ -448,7 +463,7 @@ def main(argv: Sequence[str]) -> int:
             sfi_span = choose_span(sfi_target.layers, args.depth_span)
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
-            work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up, cells)
+            work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up, cells, args.profile)
             numbers = sfi_options.from_arguments(args).config
             reads = cost.SlowFast(
                 1 / (1 + numbers.refresh_budget), numbers.sink, numbers.recent, numbers.selected

@@ -6,10 +6,14 @@ A program that starts one must declare torchvision's operators when its main mod
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
@@ -138,6 +142,17 @@ class OfflineEngine:
         # SGLang's own manager gathers what each output reported: one account, at the end.
         account = (meta.get(POLICY_KEY) or [{}])[-1]
         return Timed(outputs, account)
+
+    @contextmanager
+    def profiled(self, folder: Path) -> Iterator[None]:
+        """Within it PyTorch's profiler records what the scheduler computes; at its end the trace is in a folder."""
+        kind = "GPU" if torch.cuda.is_available() else "CPU"
+        told = {"with_stack": False, "record_shapes": False}
+        self._engine.start_profile(output_dir=str(folder), activities=[kind], **told)
+        try:
+            yield
+        finally:
+            self._engine.stop_profile()
 
     def forget(self) -> None:
         """Empty the prefix cache.

@@ -34,7 +34,18 @@ WORK = (
     "--depth-span",
     "2",
 )
-SMALL = ("--rounds", "1", "--dtype", "float32", "--sfi-selected", "32", "--sfi-recent", "16")
+SMALL = (
+    "--rounds",
+    "1",
+    "--profile",
+    "4",
+    "--dtype",
+    "float32",
+    "--sfi-selected",
+    "32",
+    "--sfi-recent",
+    "16",
+)
 POOL = ("--engine-flags", "--max-total-tokens", "4000")
 
 
@@ -115,6 +126,30 @@ def test_each_engine_says_what_it_is(written):
         assert scheduler == (
             None if engine["stock"] else "fathom.runtime.sglang_host.scheduler.FathomScheduler"
         )
+
+
+def test_each_variant_was_profiled(written):
+    """In a run of its own, of four tokens, behind those that count."""
+    profiles = [engine["profiles"] for engine in written["engines"]]
+    assert all("sglang, 384" in own for own in profiles[::2])
+    assert {"dense, 384", "fastkv, 384"} < set(profiles[1]) and set(profiles[3]) == {
+        "dense, 384",
+        "slow_fast, 384",
+    }
+    for own in profiles:
+        for name, found in own.items():
+            assert 0 < found["busy"] <= found["seconds"] and not found["device"]
+            multiplied = [line["calls"] for line in found["kernels"] if line["name"] == "aten::mm"]
+            assert multiplied and multiplied[0] > 4
+            assert found["account"].get("decode_steps", 3) == 3 or name.startswith("combination")
+    assert not any(cell["profile"] for cell in written["cells"])
+
+
+@pytest.mark.parametrize("given", [("--profile", "8"), ("--profile", "1", "--out", "x.json")])
+def test_a_profile_that_cannot_be_kept_is_refused(capsys, given):
+    with pytest.raises(SystemExit) as ended:
+        paper_tables.main(list(given))
+    assert ended.value.code == 2 and "--profile: at least 2 tokens, and --out" in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_short_leaves_what_it_has(monkeypatch, tmp_path, written):
