@@ -57,6 +57,12 @@ def alternates(request: Req) -> bool:
     return policy_of(request).get("decode", "full") == "slow_fast"
 
 
+def penalised(request: Req) -> bool:
+    """Whether what the request has said makes tokens less likely, of which SGLang keeps account on the host."""
+    p = request.sampling_params
+    return p.frequency_penalty != 0 or p.presence_penalty != 0 or p.repetition_penalty != 1
+
+
 def decides_its_next_step(request: Req) -> bool:
     """Whether the host has to know the request's last tokens to compose its next step.
 
@@ -65,7 +71,8 @@ def decides_its_next_step(request: Req) -> bool:
     """
     if request.inflight_middle_chunks:
         return False
-    return bool(policy_of(request).get("speculative", False)) or request.beam_group is not None
+    drafts = bool(policy_of(request).get("speculative", False))
+    return drafts or request.beam_group is not None or penalised(request)
 
 
 def ends_of(request: Req) -> frozenset[int]:

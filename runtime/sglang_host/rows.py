@@ -11,7 +11,7 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
-from fathom.runtime.sglang_host.requests import policy_of
+from fathom.runtime.sglang_host.requests import penalised, policy_of
 from fathom.runtime.staging import send
 from fathom.runtime.verify import draw, match, reject, target_probs
 
@@ -37,13 +37,11 @@ def alone(request: Req) -> bool:
     Penalties and a minimal length make it depend on them in ways that SGLang's sampler keeps account of for one
     token per step; such requests run one token at a time.
     """
-    p = request.sampling_params
-    plain = p.frequency_penalty == 0 and p.presence_penalty == 0 and p.repetition_penalty == 1
     whole = not request.return_hidden_states and not request.return_sampling_mask
     return (
-        plain
+        not penalised(request)
         and whole
-        and p.min_new_tokens == 0
+        and request.sampling_params.min_new_tokens == 0
         and request.custom_logit_processor is None
         and request.beam_group is None
     )

@@ -162,6 +162,22 @@ def test_grammars_with_and_without_drafting_in_common_batches(server, waiting):
             assert set(json.loads(answer["text"])) == {"a", "b"}
 
 
+def test_penalties_count_each_token_once_and_in_time(server, waiting):
+    """Whoever else is in the batch. SGLang counts the last token that the host knows; here answers are of 8 ids."""
+    likely = {str(token): 60 for token in range(100, 108)}
+    penalties = [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.02}]
+    cases = [
+        (prompt_of(f"penalty {i}", 40), policy, {"logit_bias": likely} | penalties[i % 3])
+        for i, policy in enumerate([{}, {}, {}, SFI, {"depth_cutoff": 3}, {"speculative": True}])
+    ]
+    want, alone = ([ask(each, *case[:2], 40, **case[2]) for case in cases] for each in (waiting, server))
+    with ThreadPoolExecutor(len(cases)) as pool:
+        together = list(pool.map(lambda case: ask(server, *case[:2], 40, **case[2]), cases))
+    for case, *answers in zip(cases, want, alone, together, strict=True):
+        first, *others = (answer["output_ids"] for answer in answers)
+        assert others == [first] * 2, case[1:]
+
+
 def test_beams(server, waiting):
     body = {
         "input_ids": prompt_of("beams"),
