@@ -426,7 +426,8 @@ class FathomWorker(TpModelWorker):
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
         if selection is not None:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
-            kept, deep = len(selection.tokens), 1 + plan.anchored_above(1)
+            kept = len(selection.tokens)
+            deep = min(kept, 1 + plan.anchored_above(1))
             per_span = [kept] * lower + [deep] * (plan.spans - lower)
             account.climbed(per_span, per_span)
 

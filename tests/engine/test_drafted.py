@@ -151,6 +151,13 @@ def test_with_a_cutoff_above(server, target, kept_by, policy):
         check(target, prompt, answer, entered, cutoff=2)
 
 
+def test_a_single_token_is_its_own_anchor(server, target):
+    policy = KEEP | {"prefill_keep_rate": "auto", "min_prompt_tokens": 0, "depth_cutoff": 2}
+    report = check(target, [77], ask(server, [[77]], policy)[0], [0], cutoff=2)
+    assert report["kept_tokens"] == report["deep_tokens"] == report["retained_tokens"] == 1
+    assert report["kv_bytes"] == report["kv_bytes_dense"]
+
+
 def test_a_prefix_is_read_once_and_generated_tokens_too(server, target, kept_by):
     """The same document with other questions, and then a conversation that goes on."""
     document = make_prompt(4, 300)
