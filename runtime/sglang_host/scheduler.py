@@ -144,6 +144,10 @@ class FathomScheduler(Scheduler):
             copied.synchronize()
         if isinstance(launched := getattr(result, "launched", None), Launched):
             self.tp_worker.settle_accounts(launched)
+        output = getattr(result, "logits_output", None)
+        if output is not None and (chosen := output.next_token_token_ids_logprobs_val):
+            # SGLang has a list for a request that named no ids, and takes it for a tensor.
+            output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in chosen]
         super().process_batch_result(batch, result)
         if self.engine_metrics is not None and self.engine_metrics.due:
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)

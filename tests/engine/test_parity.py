@@ -204,3 +204,32 @@ def test_mixed_arrivals_give_the_same(server, reference):
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         for i, got in zip(order, pool.map(lambda i: generate(server, [prompts[i]]), order), strict=True):
             assert_same(got, [want[i]])
+
+
+def test_log_probabilities_of_ids_beside_requests_that_name_none(server, tiny_model):
+    """Of a prompt and its answer, in the batches of one that asks for nothing and one that asks for others."""
+    rng, ids = random.Random(4), [5, 77, 1999]
+    prompt = [rng.randrange(6, 2000) for _ in range(90)]
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True},
+    }
+    plain = body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 1500}}
+    asked = body | {"return_logprob": True, "token_ids_logprob": ids, "logprob_start_len": 0}
+    other = body | {"return_logprob": True, "top_logprobs_num": 2}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        running = pool.submit(server.client.post, "/generate", json=plain)
+        wait_until(lambda: held(server) > 1)
+        answers = list(
+            pool.map(lambda body: server.client.post("/generate", json=body).json(), (asked, other))
+        )
+        assert not running.done()
+        assert running.result().json()["output_ids"][:20] == answers[0]["output_ids"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt + answers[0]["output_ids"]])).logits[0].log_softmax(-1)
+    meta = answers[0]["meta_info"]
+    known = [*meta["input_token_ids_logprobs"][1:], *meta["output_token_ids_logprobs"]]
+    for row, entries in zip(rows[:-1], known, strict=True):
+        assert [entry[1] for entry in entries] == ids
+        assert [entry[0] for entry in entries] == pytest.approx(row[ids].tolist(), abs=TOLERANCE)
