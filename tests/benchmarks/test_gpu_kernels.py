@@ -24,7 +24,8 @@ import importlib, sys
 from importlib.abc import MetaPathFinder
 
 TORCH = "torch torchgen functorch sympy mpmath networkx jinja2 markupsafe filelock fsspec typing_extensions"
-ALLOWED = {*sys.stdlib_module_names, *TORCH.split(), "triton", "numpy", "fathom", "interpreter_scans"}
+ALLOWED = {*sys.stdlib_module_names, *TORCH.split(), "triton", "numpy", "fathom"}
+ALLOWED |= {"interpreter_pace", "interpreter_scans"}
 
 class Refuse(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -51,9 +52,10 @@ from fathom.benchmarks import gpu_kernels
 
 # The interpreter runs one program after the other.
 sys.path.append(sys.argv.pop(1))
-import interpreter_scans
+import interpreter_pace, interpreter_scans
 from fathom.kernels import paged_decode, selector_scores, stable_top_k
 
+interpreter_pace.install()
 interpreter_scans.install()
 paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2

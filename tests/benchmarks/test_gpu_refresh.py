@@ -16,9 +16,10 @@ from fathom.kernels import paged_decode, segments_by_warp
 SCRIPT = """
 import sys
 sys.path.append(sys.argv[1])
-import interpreter_scans
+import interpreter_pace, interpreter_scans
 from fathom.benchmarks import gpu_refresh
 from fathom.kernels import paged_decode, selector_scores, stable_top_k
+interpreter_pace.install()
 interpreter_scans.install()
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
 paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2

@@ -14,6 +14,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 import interpreter_bfloat16
+import interpreter_pace
 
 from fathom.kernels import (
     compact_kv,
@@ -204,6 +205,7 @@ def tables_of_a_step() -> None:
     assert int(slots.min()) > WRAPS - (1 << 16)
 
 
+interpreter_pace.install()
 interpreter_bfloat16.install()
 # The interpreter runs one program after the other.
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2

@@ -4,9 +4,14 @@ No bfloat16: the interpreter's ``dot`` multiplies its bit patterns. float16 take
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from triton.knobs import runtime
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import interpreter_pace
 
 from fathom.kernels.paged_decode import paged_decode, paged_decode_reference
 from fathom.kernels.paged_extend import paged_extend, paged_extend_reference
@@ -139,6 +144,7 @@ def compare_extend(prefixes, new, heads, kv_heads, dim, dtype, page, splits):
 
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
+    interpreter_pace.install()
     torch.manual_seed(0)
     for case in DECODE:
         compare_decode(*case)

@@ -13,6 +13,7 @@ from triton.knobs import runtime
 sys.path.append(str(Path(__file__).parents[1]))
 
 import interpreter_bfloat16
+import interpreter_pace
 
 from fathom.kernels import paged_decode, segments_by_warp
 from fathom.kernels import two_segment_attention as two
@@ -116,6 +117,7 @@ def launched(window, heads, kv_heads, dim, dtype, keeps):
 
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
+    interpreter_pace.install()
     interpreter_bfloat16.install()
     torch.manual_seed(0)
     bf16 = torch.bfloat16

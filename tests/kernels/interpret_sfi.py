@@ -12,6 +12,7 @@ from triton.knobs import runtime
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import interpreter_pace
 import interpreter_scans
 
 from fathom.kernels import (
@@ -170,6 +171,7 @@ def compare_packing(dim: int, value_dim: int, sink: int) -> int:
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
     torch.manual_seed(0)
+    interpreter_pace.install()
     # The interpreter runs one program after the other. A row of 5000 has three shares.
     stable_top_k.PARTS, paged_decode.GRID, paged_decode.FEWEST_SPLITS = 4, 32, 4
     selector_scores.PARTS, selector_scores.REFINERS = 4, 3

@@ -1,8 +1,14 @@
 """Run with TRITON_INTERPRET=1: the kernel that writes a step's page tables against its reference."""
 
 import random
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import interpreter_pace
 
 from fathom.kernels import span_tables
 
@@ -44,6 +50,7 @@ def compare(
     assert (got[0][:, 1:] >= 0).any() and (got[0][:, 0] == -5).all()
 
 
+interpreter_pace.install()
 torch.manual_seed(0)
 cases = [
     (1, 1, [[1]], [1], 0),

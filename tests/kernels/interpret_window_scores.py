@@ -3,8 +3,15 @@
 No bfloat16: the interpreter's ``dot`` multiplies its bit patterns. float16 takes the same path through the kernels.
 """
 
+import sys
+from pathlib import Path
+
 import torch
 from triton.knobs import runtime
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import interpreter_pace
 
 from fathom.kernels import compact_kv, window_scores, window_scores_triton
 
@@ -65,5 +72,6 @@ def compare_compact_kv() -> int:
 
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
+    interpreter_pace.install()
     torch.manual_seed(0)
     print(sum(map(compare_window_scores, CASES)) + compare_compact_kv(), "comparisons")
