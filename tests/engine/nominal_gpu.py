@@ -29,13 +29,14 @@ torchvision_ops.declare()
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
+import interpreter_pace  # noqa: E402
 import interpreter_scans  # noqa: E402
 from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: E402
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: E402
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (  # noqa: E402
     FullCudaGraphBackend,
 )
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
@@ -71,6 +72,14 @@ COUNTS_FIRST = {
     aten.bincount.default,
 }
 """What makes as many results as the values say, for which PyTorch asks the device."""
+UNWRITTEN = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""What makes memory and writes nothing there: in a graph, nothing."""
 
 
 def asks(func, args, kwargs):
@@ -215,6 +224,8 @@ class Graph:
             x for x in tree_leaves(result) if is_tensor(x) and x.untyped_storage().data_ptr() not in given
         ]
         self.made += made
+        if func in UNWRITTEN:
+            return
 
         def again():
             new = (
@@ -228,8 +239,9 @@ class Graph:
         self.work.append(again)
 
     def replay(self):
-        for again in self.work:
-            again()
+        with _disable_current_modes():
+            for again in self.work:
+                again()
 
 
 def is_tensor(x):
@@ -255,7 +267,8 @@ def launch(self, *args, **kwargs):
     if Graph.capturing:
         Graph.capturing.work.append(lambda: grid_launch(self, *args, **kwargs))
     else:
-        grid_launch(self, *args, **kwargs)
+        with _disable_current_modes():
+            grid_launch(self, *args, **kwargs)
 
 
 def capture_one(self, shape_key, forward_fn, *args, **kwargs):
@@ -302,6 +315,7 @@ def install():
     # The interpreter runs one program after the other.
     decode_graphs.MOST_ROWS, selector_scores.PARTS, selector_scores.REFINERS = 8, 2, 2
     stable_top_k.PARTS = 2
+    interpreter_pace.install()
     interpreter_scans.install()
     paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
     for place, names in (
