@@ -16,7 +16,10 @@ from interpreted import MECHANISMS, NEW_TOKENS, POLICIES, Oracle, ask_all, promp
 from noisy import draft_flags
 from oracles.drafted import Draft
 
-FLAGS = (*interpreted.FLAGS, "--cuda-graph-bs-decode", "1", "4", "--num-continuous-decode-steps", "3")
+FLAGS = (
+    *interpreted.FLAGS,
+    *("--cuda-graph-bs-decode", "1", "4", "--num-continuous-decode-steps", "3", "--sfi-evidence-mib", "8"),
+)
 """Steps follow each other for requests without log-probabilities: one test has such."""
 counts_waits = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a real GPU does not count who waits for it"

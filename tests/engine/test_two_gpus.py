@@ -14,7 +14,7 @@ TOLERANCE = 0.06
 
 @pytest.fixture(scope="module")
 def server(start_nominal, tiny_model, close_draft):
-    flags = "--dtype", "float16", "--cuda-graph-bs-decode", "4", "--tp-size", "2"
+    flags = "--dtype", "float16", "--cuda-graph-bs-decode", "4", "--tp-size", "2", "--sfi-evidence-mib", "8"
     return start_nominal(tiny_model, close_draft, *interpreted.FLAGS, *flags)
 
 
