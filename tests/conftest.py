@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forked import Forked, Template
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
@@ -113,7 +114,7 @@ def pytest_runtest_call(item):
 class Server:
     """One running server process."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | Forked
     url: str
     log: Path
 
@@ -152,17 +153,17 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = None) -> Server:
-    """Start a server and wait until it answers a generation."""
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": THREADS, **(env or {})},
-            start_new_session=True,
+def new_process(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen:
+    """A command, in a session of its own; what it says goes to the log."""
+    with log.open("a") as stream:
+        return subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
-    server = Server(process, url, log)
+
+
+def answering(server: Server) -> Server:
+    """The server, once it answers a generation."""
+    process, log = server.process, server.log
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -170,7 +171,7 @@ def start(command: list[str], log: Path, url: str, env: dict[str, str] | None = 
         with contextlib.suppress(httpx.HTTPError):
             if server.client.get("/health_generate").status_code == 200:
                 return server
-        time.sleep(0.5)
+        time.sleep(0.2)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.stop()
     raise RuntimeError(f"server did not answer in {START_SECONDS} s:\n{log.read_text()[-4000:]}")
@@ -181,10 +182,13 @@ def starter(folder: Path):
     """A function that starts a server by its command, to which a free port is added; all end with the block."""
     servers = []
 
-    def run(command: list[str], env: dict[str, str] | None = None) -> Server:
+    def run(command: list[str], env: dict[str, str] | None = None, start=new_process) -> Server:
         port = free_port()
         log = folder / f"{len(servers)}.log"
-        server = start([*command, "--port", str(port)], log, f"http://127.0.0.1:{port}", env)
+        log.touch()
+        env = {**os.environ, "OMP_NUM_THREADS": THREADS, **(env or {})}
+        process = start([*command, "--port", str(port)], log, env)
+        server = answering(Server(process, f"http://127.0.0.1:{port}", log))
         servers.append(server)
         return server
 
@@ -196,13 +200,26 @@ def starter(folder: Path):
         thread.join()
 
 
-def serve(run, model, *flags, env=None, stock=False) -> Server:
-    """Start a server of a model, stock SGLang's if asked."""
-    fathom = [sys.executable, "-m", "fathom.server.cli", "serve", str(model), *flags]
-    cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
-    quiet = ["--sleep-on-idle", "--log-level", "warning"]
-    sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
-    return run([*sglang, *cpu, *quiet, *flags] if stock else fathom, env)
+def serve(run, template, model, *flags, env=None, stock=False) -> Server:
+    """Start a server of a model, stock SGLang's if asked; a new process where imports may read the environment."""
+    if stock:
+        cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+        quiet = ["--sleep-on-idle", "--log-level", "warning"]
+        sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
+        return run([*sglang, *cpu, *quiet, *flags], env)
+    arguments = ["serve", str(model), *flags]
+    if env:
+        return run([sys.executable, "-m", "fathom.server.cli", *arguments], env)
+    return run(arguments, start=template.start)
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
+    """What servers are forks of; it ends with the session."""
+    with Template(
+        tmp_path_factory.mktemp("template"), {**os.environ, "OMP_NUM_THREADS": THREADS}
+    ) as template:
+        yield template
 
 
 @pytest.fixture(scope="module")
@@ -213,16 +230,16 @@ def start_process(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start_server(start_process):
+def start_server(start_process, template):
     """Start a server of a model: ``start_server(model, "--flag", ..., env=None, stock=False)``."""
-    return functools.partial(serve, start_process)
+    return functools.partial(serve, start_process, template)
 
 
 @pytest.fixture(scope="session")
-def share_server(tmp_path_factory):
+def share_server(tmp_path_factory, template):
     """As `start_server`, for the few servers that several files use: it ends with the session."""
     with starter(tmp_path_factory.mktemp("shared")) as run:
-        yield functools.partial(serve, run)
+        yield functools.partial(serve, run, template)
 
 
 def save_random_model(folder: Path, family: str = "Llama", **changes: object) -> Path:

@@ -146,9 +146,9 @@ def test_a_dead_engine_ends_the_process_with_a_reason(start_server, tiny_model):
 
 def test_sigterm_is_heard_when_the_engine_hangs(start_server, tiny_model):
     """As Kubernetes sends it once /health has failed: SGLang waits 15 s for the engine, and ends it."""
-    server = start_server(
-        tiny_model, "--dtype", "float32", "--max-total-tokens", "9000", "--drain-seconds", "1"
-    )
+    flags = ("--dtype", "float32", "--max-total-tokens", "9000", "--drain-seconds", "1")
+    # By default /health fails after 20 s.
+    server = start_server(tiny_model, *flags, env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"})
     os.kill(server.engine()["pid"], signal.SIGSTOP)
     assert server.client.get("/health").status_code == 503
     server.process.send_signal(signal.SIGTERM)

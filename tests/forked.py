@@ -1,0 +1,160 @@
+"""``fathom serve`` in forks of a process that has imported what it imports: most of the work of a start.
+
+Run as a script, with a socket's address, it is that process. Beside it others are started as an operator does.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+IMPORTED = (
+    "numba",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.models.registry",
+    "fathom.runtime.sglang_host.engine_args",
+    "fathom.runtime.sglang_host.seams",
+    "fathom.server.app",
+    "fathom.server.serve",
+)
+LOOK = 0.05
+"""Seconds after which an exit is noticed."""
+
+
+class Forked:
+    """A server's process, as ``subprocess.Popen`` shows it."""
+
+    def __init__(self, told: socket.socket) -> None:
+        self.told, self.returncode = told, None
+        told.settimeout(60)
+        self.pid = int(told.recv(64))
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.told.settimeout(timeout)
+            try:
+                self.returncode = int(self.told.recv(64))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("fathom serve", timeout or 0) from None
+            self.told.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Template:
+    """The process that is forked, started with the first server."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self.address = str(folder / "socket")
+        with (folder / "log").open("w") as log:
+            command = [sys.executable, __file__, self.address]
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def start(self, argv: list[str], log: Path, env: dict[str, str]) -> Forked:
+        """``fathom`` with these arguments, as a process with a session of its own that writes to the log."""
+        told = socket.socket(socket.AF_UNIX)
+        while True:
+            try:
+                told.connect(self.address)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                assert self.process.poll() is None, Path(self.address).with_name("log").read_text()
+                select.select([], [], [], LOOK)
+        told.sendall(json.dumps({"argv": argv, "log": str(log), "env": env}).encode() + b"\n")
+        return Forked(told)
+
+    def __enter__(self) -> "Template":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+def import_all() -> None:
+    """As the command does it, in its order: torchvision's operators before SGLang."""
+    sys.path[0] = os.getcwd()
+    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.server import quiet
+
+    quiet.hush_loggers()
+    torchvision_ops.declare()
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, socket.socket]:
+    """A server for who calls next; in the process that is the server it does not return."""
+    told, _ = listener.accept()
+    with told.makefile() as lines:
+        request = json.loads(lines.readline())
+    if pid := os.fork():
+        told.sendall(str(pid).encode())
+        return pid, told
+    for each in (listener, told, *others):
+        each.close()
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    # What stays the same stays where it is: from there a process finds the title that it changes.
+    os.environ.update(request["env"].items() - os.environ.items())
+    sys.argv = ["fathom", *request["argv"]]
+    try:
+        from fathom.server.cli import main
+
+        code = main(request["argv"])
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code or 0)
+
+
+def serve(address: str) -> None:
+    """Fork servers until standard input ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import_all()
+    gc.collect()
+    gc.freeze()
+    running = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{address}.new")
+        listener.listen()
+        os.rename(f"{address}.new", address)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [], LOOK)
+            if sys.stdin in ready:
+                return
+            if listener in ready:
+                pid, told = fork(listener, list(running.values()))
+                running[pid] = told
+            while running:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with running.pop(pid) as told, contextlib.suppress(OSError):
+                    told.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
