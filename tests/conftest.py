@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: tiny random models, and servers started the way an operator starts them."""
+"""Fixtures shared by all tests: tiny random models, and servers, new processes or forks of a template."""
 
 import contextlib
 import fcntl
@@ -201,14 +201,19 @@ def starter(folder: Path):
 
 
 def serve(run, template, model, *flags, env=None, stock=False) -> Server:
-    """Start a server of a model, stock SGLang's if asked; a new process where imports may read the environment."""
+    """Start a server of a model, stock SGLang's if asked.
+
+    A new process where imports may read the environment, or ask a driver that does not survive a fork.
+    """
+    import torch
+
     if stock:
         cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
         quiet = ["--sleep-on-idle", "--log-level", "warning"]
         sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
         return run([*sglang, *cpu, *quiet, *flags], env)
     arguments = ["serve", str(model), *flags]
-    if env:
+    if env or torch.cuda.is_available():
         return run([sys.executable, "-m", "fathom.server.cli", *arguments], env)
     return run(arguments, start=template.start)
 

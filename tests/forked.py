@@ -27,6 +27,8 @@ IMPORTED = (
 )
 LOOK = 0.05
 """Seconds after which an exit is noticed."""
+WIDTH = 16
+"""Bytes in which a process's id is told, and later how it ended."""
 
 
 class Forked:
@@ -35,13 +37,13 @@ class Forked:
     def __init__(self, told: socket.socket) -> None:
         self.told, self.returncode = told, None
         told.settimeout(60)
-        self.pid = int(told.recv(64))
+        self.pid = int(told.recv(WIDTH, socket.MSG_WAITALL))
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.told.settimeout(timeout)
             try:
-                self.returncode = int(self.told.recv(64))
+                self.returncode = int(self.told.recv(WIDTH, socket.MSG_WAITALL))
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("fathom serve", timeout or 0) from None
             self.told.close()
@@ -105,11 +107,12 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
     with told.makefile() as lines:
         request = json.loads(lines.readline())
     if pid := os.fork():
-        told.sendall(str(pid).encode())
+        told.sendall(b"%16d" % pid)
         return pid, told
     for each in (listener, told, *others):
         each.close()
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -132,7 +135,7 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
 
 def serve(address: str) -> None:
     """Fork servers until standard input ends."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all that it has started
     import_all()
     gc.collect()
     gc.freeze()
@@ -153,7 +156,7 @@ def serve(address: str) -> None:
                 if not pid:
                     break
                 with running.pop(pid) as told, contextlib.suppress(OSError):
-                    told.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                    told.sendall(b"%16d" % os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The papers' tables at a size for a CPU: every mechanism ran, and the papers' figures are what the papers print.
 
-About two minutes: four engines are started, one after the other.
+Four engines are started, one after the other.
 """
 
 import dataclasses

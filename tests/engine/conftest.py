@@ -1,4 +1,4 @@
-"""Servers and drafts that several tests of this folder share: a server takes about 20 s to start."""
+"""Servers and drafts that several tests of this folder share: a server takes seconds to start."""
 
 import shutil
 import sys
