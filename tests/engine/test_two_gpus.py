@@ -6,7 +6,7 @@ In float16 SGLang's layers for CUDA serve, which take no float32. Their compiled
 
 import interpreted
 import pytest
-from interpreted import MECHANISMS, Oracle, ask_all
+from interpreted import MECHANISMS, NEW_TOKENS, Oracle, ask_all, prompt_of
 
 TOLERANCE = 0.06
 """Of a log-probability: eleven bits through four layers."""
@@ -15,12 +15,17 @@ TOLERANCE = 0.06
 @pytest.fixture(scope="module")
 def server(start_nominal, tiny_model, close_draft):
     flags = "--dtype", "float16", "--cuda-graph-bs-decode", "4", "--tp-size", "2", "--sfi-evidence-mib", "8"
-    return start_nominal(tiny_model, close_draft, *interpreted.FLAGS, *flags)
+    together = "--num-continuous-decode-steps", "3"  # of requests without log-probabilities
+    return start_nominal(tiny_model, close_draft, *interpreted.FLAGS, *flags, *together)
 
 
-def test_answers_are_the_oracles_but_for_rounding(server, tiny_model, close_draft, triggers):
+@pytest.fixture(scope="module")
+def answers(server):
+    return ask_all(server, list(MECHANISMS))
+
+
+def test_answers_are_the_oracles_but_for_rounding(server, answers, tiny_model, close_draft, triggers):
     expected = Oracle(tiny_model, close_draft, triggers, devices=2)
-    answers = ask_all(server, list(MECHANISMS))
     reports = {name: expected.check(name, answer, tolerance=TOLERANCE) for name, answer in answers.items()}
     whole = reports["dense"]["kept_tokens"]
     assert all(reports[name]["kept_tokens"] < whole for name in ("SPEED", "SpecPrefill", "FastKV"))
@@ -28,3 +33,13 @@ def test_answers_are_the_oracles_but_for_rounding(server, tiny_model, close_draf
     engine = server.engine()
     assert engine["lacking"] == {} and engine["replayed_steps"]["dense"]
     assert engine["open_accounts"] == engine["kv_pool"]["depth_pages"]["held"] == 0
+
+
+def test_steps_follow_each_other_on_both(server, answers):
+    before = server.engine()["moved_steps"]
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    for name in ("dense", "SFI"):
+        body = {"input_ids": prompt_of(name), "sampling_params": sampling, "fathom": MECHANISMS[name]}
+        answer = server.client.post("/generate", json=body).json()
+        assert answer["output_ids"] == answers[name]["output_ids"]
+    assert server.engine()["moved_steps"] - before >= 3
