@@ -228,10 +228,10 @@ class DepthPrefillAdder(PrefillAdder):
 def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
     """The longest a request can get (prompt and generated tokens) and still be admitted into an empty pool."""
     size, pages = allocator.page_size, allocator.memory.pool.total
-    low, high = 0, min(allocator.virtual_pages * size, 1 << 31)
+    # One page to spare, as SGLang's admission wants it: a virtual one, and a physical one per span.
+    low, high = 0, min(max(allocator.virtual_pages - 2, 0) * size, 1 << 31)
     while low < high:
         middle = (low + high + 1) // 2
-        # One page per span to spare, as SGLang's admission wants it.
         if pages_held(plan, middle, prompt, size) + plan.spans < pages:
             low = middle
         else:

@@ -104,6 +104,9 @@ class FathomScheduler(Scheduler):
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
         self._take_early(running_batch.reqs)
+        if running_batch.is_empty():
+            # SGLang would look for room again once somebody leaves it.
+            running_batch.batch_is_full = False
         return super().get_next_batch_to_run(running_batch, last_batch)
 
     def _take_early(self, running: list[Req]) -> None:

@@ -7,9 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
 from waiting import wait_until
 
 from fathom.runtime.sglang_host.kv_pool import Layout
+from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
 PAGE = 16
 LONG, ANSWER = 4096, 120
@@ -208,6 +211,26 @@ def test_a_full_pool_answers_the_same(narrow_server):
     found = idle(narrow_server)
     narrow_server.flush()
     assert idle(narrow_server)["free"] == found["total"]
+
+
+def test_the_longest_shallow_answers_are_let_in(start_server, tiny_model):
+    """Of a pool of 40 pages SGLang's admission wants one to spare, of those that requests are known by too."""
+    pool = ("--max-total-tokens", "640", "--page-size", str(PAGE), "--shallow-factor", "1")
+    server = start_server(tiny_model, "--dtype", "float32", *pool)
+    for length in (300, 607):
+        (prompt,) = random_prompts(1, length, seed=length)
+        answer = generate(server, prompt, {"depth_cutoff": 1}, 2000).json()
+        assert length + len(answer["output_ids"]) == 38 * PAGE
+    assert generate(server, [*prompt, 7], {"depth_cutoff": 1}, 1).status_code == 400
+    idle(server)
+
+
+def test_an_empty_batch_is_never_full(monkeypatch):
+    """Or nobody is let in again, once a request that found no room has left the queue."""
+    monkeypatch.setattr(Scheduler, "get_next_batch_to_run", lambda self, running, last: running)
+    scheduler = object.__new__(FathomScheduler)
+    scheduler.enable_overlap = False
+    assert not scheduler.get_next_batch_to_run(ScheduleBatch(reqs=[], batch_is_full=True), None).batch_is_full
 
 
 def test_a_prompt_without_room_for_its_name_is_refused(narrow_server):

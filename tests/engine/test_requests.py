@@ -90,8 +90,12 @@ def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pa
             page_size=size, virtual_pages=virtual_pages, memory=memory, plan_of=lambda _: plan
         )
 
-    # One page per span stays free, and one more.
-    fitting = [n for n in range(virtual * size + 1) if pages_held(plan, n, prompt, size) + plan.spans < pages]
+    # One page stays free, and one more: of the virtual ones, and of the physical ones one per span.
+    fitting = [
+        n
+        for n in range(virtual * size + 1)
+        if pages_held(plan, n, prompt, size) + plan.spans < pages and -(-n // size) + 1 < virtual
+    ]
     pool = pool_of(pages, virtual)
     longest = kv_schedule.most_tokens(pool, plan, prompt)
     assert longest == max(fitting, default=0)
