@@ -244,10 +244,16 @@ def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | Non
     plan, prompt = allocator.plan_of(request), prompt_tokens(request)
     if prompt + 1 <= most_tokens(allocator, plan, prompt):
         return None
-    needed = pages_held(plan, prompt + 1, prompt, allocator.page_size) + plan.spans + 1
+    size, virtual = allocator.page_size, pages_of(prompt + 1, allocator.page_size) + 2
+    if virtual > allocator.virtual_pages:
+        return (
+            f"The prompt of {prompt} tokens needs {virtual} virtual KV pages of {size} tokens; the pool has "
+            f"{allocator.virtual_pages} (--shallow-factor). Use a shorter input."
+        )
+    needed = pages_held(plan, prompt + 1, prompt, size) + plan.spans + 1
     return (
-        f"The prompt of {prompt} tokens needs {needed} KV pages ({allocator.page_size} tokens x "
-        f"{plan.span} layers each); the pool has {allocator.memory.pool.total}. Use a shorter input."
+        f"The prompt of {prompt} tokens needs {needed} KV pages ({size} tokens x {plan.span} layers each); "
+        f"the pool has {allocator.memory.pool.total}. Use a shorter input."
     )
 
 

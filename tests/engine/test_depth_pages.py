@@ -221,7 +221,9 @@ def test_the_longest_shallow_answers_are_let_in(start_server, tiny_model):
         (prompt,) = random_prompts(1, length, seed=length)
         answer = generate(server, prompt, {"depth_cutoff": 1}, 2000).json()
         assert length + len(answer["output_ids"]) == 38 * PAGE
-    assert generate(server, [*prompt, 7], {"depth_cutoff": 1}, 1).status_code == 400
+    refusal = generate(server, [*prompt, 7], {"depth_cutoff": 1}, 1)
+    assert refusal.status_code == 400
+    assert "needs 41 virtual KV pages of 16 tokens; the pool has 40" in refusal.json()["error"]["message"]
     idle(server)
 
 
