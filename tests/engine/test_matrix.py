@@ -180,7 +180,7 @@ def chunked(start_server, ending_pair):
 
 def test_a_prompt_ends_in_several_chunks_beside_slow_and_fast_decoding(chunked, expected):
     """What the draft chose is more than a chunk, and the last step of the prompt has decode rows in it."""
-    decoding = [(make_prompt(20 + n, 60), MECHANISMS["SFI"], 400) for n in range(2)]
+    decoding = [(make_prompt(20 + n, 60), MECHANISMS["SFI"], 600) for n in range(2)]
     alone = [tokens_of(chunked, *case) for case in decoding]
     chunked.flush()
     cases = [(make_prompt(n, 300), c) for n, c in enumerate(COMBINATIONS) if "SpecPrefill" in c][:4]
