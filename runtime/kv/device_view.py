@@ -301,6 +301,7 @@ class DeviceTables:
         Args:
             views: of all spans.
         """
+        assert len(views) == self.spans
         requests, room = len(views[0].entry) - 1, self._filled[0].room  # type: ignore[union-attr]
         head = room.head[: len(views), :, :requests]
         head[:, 1:3] += 1

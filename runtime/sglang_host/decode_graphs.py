@@ -82,7 +82,7 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
         labels: of all variants; narrow: of those that have one row of each request.
         variants: what decides between them, given the backend.
         most: requests of a step.
-        replayed: how many steps were replayed, by label; batch: of the last of them.
+        replayed: how many steps were replayed, by label.
     """
 
     labels: tuple[str, ...]
@@ -90,7 +90,6 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
     variants: Callable[[Any], Any]
     attn_backend: TritonAttentionBackend
     most: int
-    batch: "ForwardBatch | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.replayed = dict.fromkeys(self.labels, 0)
@@ -147,15 +146,23 @@ class CountingGraphRunner(DecodeCudaGraphRunner):
 
     def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
         self.replayed[self.attention_graph_variants.select(forward_batch)] += 1
-        self.batch = forward_batch
         return super().execute(forward_batch, *args, **kwargs)
 
 
 class DecodeGraphRunner(CountingGraphRunner):
-    """The target's, asked for the steps that a captured one can take the place of."""
+    """The target's, asked for the steps that a captured one can take the place of.
+
+    Attributes:
+        batch: of the step that was replayed last.
+    """
 
     labels, variants = (DENSE, ALTERNATING, RENEWING, SEVERAL), Variants
     narrow = (DENSE,)
+    batch: "ForwardBatch | None" = None
+
+    def execute(self, forward_batch: "ForwardBatch", *args: Any, **kwargs: Any) -> Any:
+        self.batch = forward_batch
+        return super().execute(forward_batch, *args, **kwargs)
 
     def capture_one_shape(self, size: int, forward: Any, *args: Any) -> None:
         def around(*inner: Any, **kwargs: Any) -> Any:
