@@ -186,20 +186,33 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
     found = {name: median_of(cells) for name, cells in taken.items()}
     if work.profile:
         for way in ways:
-            found[way.name].profile = profile(engine, way, prompts_of(length, work, work.rounds), work)
+            found[way.name].profile = profile(engine, way, prompts_of(length, work, work.rounds), work, page)
     return found
 
 
-def profile(engine: Any, way: Variant, prompts: Sequence[list[int]], work: Work) -> dict[str, Any]:
-    """What the profiler sees of one more run of a variant; where prompts are cached, of decoding alone."""
+def profile(engine: Any, way: Variant, prompts: Sequence[list[int]], work: Work, page: int) -> dict[str, Any]:
+    """What the profiler sees of one more run of a variant; where prompts are cached, of decoding alone.
+
+    What was measured before is not lost where there is no trace: ``error`` says why.
+
+    Raises:
+        BenchError: as :func:`measure`.
+    """
     engine.forget()
     if work.cached:
         engine.run(prompts, 1, way.policy)
     with tempfile.TemporaryDirectory(prefix="fathom-profile-") as folder:
-        with engine.profiled(Path(folder)):
-            timed = engine.run(prompts, work.profile, way.policy)
-        check(way, timed)
-        return trace.summary(trace.read(Path(folder))) | {"account": timed[-1].account}
+        try:
+            with engine.profiled(Path(folder)):
+                timed = engine.run(prompts, work.profile, way.policy)
+            found = trace.summary(trace.read(Path(folder)))
+        except (OSError, RuntimeError, ValueError) as error:
+            print(f"  {way.name}: no profile: {error}", file=sys.stderr, flush=True)
+            return {"error": str(error)}
+    check(way, timed)
+    if work.cached:
+        check_cached(way, timed, page)
+    return found | {"account": timed[-1].account}
 
 
 def note(file: str, where: dict[str, Any], cell: Cell) -> None:

@@ -36,6 +36,8 @@ DRAFTED = {"specprefill", "combination"}
 """Tables that need a draft."""
 TABLES = ("speed", "fastkv", "specprefill", "combination", "sfi", "kernels")
 STOCK, DENSE = "sglang", "dense"
+FEWEST_PROFILED = 4
+"""Output tokens of a profile: among them those of a slow step and a fast one."""
 
 
 def fewer(account: dict[str, Any], name: str) -> bool:
@@ -411,8 +413,8 @@ def main(argv: Sequence[str]) -> int:
     args = command.parse_args(argv)
     if not all(0 < rate < 1 for rate in args.keep_rates):
         command.error(f"--keep-rates: above 0 and below 1, not {args.keep_rates}")
-    if args.profile and (args.profile < 2 or args.out is None):
-        command.error("--profile: at least 2 tokens, and --out for what is found")
+    if args.profile and (args.profile < FEWEST_PROFILED or args.out is None):
+        command.error(f"--profile: at least {FEWEST_PROFILED} tokens, and --out for what is found")
     report, begin = Report(), time.time()
     try:
         target = paper_shapes.sized(args.target)

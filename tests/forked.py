@@ -126,6 +126,9 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
         code = main(request["argv"])
     except SystemExit as ended:
         code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

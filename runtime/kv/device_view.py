@@ -178,6 +178,7 @@ class DeviceTables:
             where[:new] = view.written + DUMMY + 1
             write.copy_(room.slots[span, send(where, self.device)])
         else:
+            assert (view.begin == view.entry[:-1]).all(), "only `look_up` leaves room between segments"
             staging = staged(entries, torch.int32, self.device)
             staging.numpy()[:] = view.slots
             room.slots[span, DUMMY + 1 : DUMMY + 1 + entries].copy_(staging, non_blocking=True)

@@ -209,7 +209,7 @@ LEDGER: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.scheduler:Scheduler.process_batch_result",
         "override",
-        "writes our metrics after a step",
+        "writes our metrics after a step; before, log-probabilities of ids are tensors, as SGLang takes them to be",
         "batch result",
     ),
     relies_on(

@@ -1,5 +1,9 @@
 """What is made of the times of a batch, and when the prefix cache is emptied: an engine that stands in for ours."""
 
+import gzip
+import json
+from contextlib import contextmanager
+
 import pytest
 
 from fathom.benchmarks import paper_engine
@@ -143,3 +147,50 @@ def test_stock_sglang_says_nothing_of_its_cache():
     engine.report = {}
     paper_engine.measure(engine, ways(None), 9, work(cached=True))
     assert engine.calls == ["forget", *decoded(None, 3)] * 2
+
+
+class Profiled(Engine):
+    """Leaves a trace of one kernel, or fails; what it finds of a prompt while it is profiled may be less."""
+
+    def __init__(self, event="kernel", lost=0):
+        super().__init__()
+        self.event, self.lost_then = event, lost
+
+    @contextmanager
+    def profiled(self, folder):
+        self.calls.append("profile")
+        self.lost = self.lost_then
+        if self.event is None:
+            raise RuntimeError("no profiler")
+        yield
+        events = [{"ph": "X", "cat": self.event, "name": "attention", "ts": 5.0, "dur": 2.0}]
+        with gzip.open(folder / "1.trace.json.gz", "wt") as written:
+            json.dump({"traceEvents": events}, written)
+
+
+def test_each_variant_is_profiled_behind_the_rounds():
+    """On prompts of its own, and decoding alone where they are cached."""
+    for cached in (True, False):
+        engine = Profiled()
+        cells = paper_engine.measure(engine, ways(DENSE, FAST), 9, work(cached=cached, profile=4))
+        first = [(DENSE, 1, 3)] if cached else []
+        then = [(FAST, 1, 3)] if cached else []
+        computed = 0 if cached else 3
+        assert engine.calls[-len([*first, *then]) - 6 :] == [
+            *("forget", *first, "profile", (DENSE, 4, computed)),
+            *("forget", *then, "profile", (FAST, 4, computed)),
+        ]
+        for cell in cells.values():
+            assert cell.profile["device"] and cell.profile["kernels"][0]["name"] == "attention"
+            assert cell.profile["account"]["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize(("event", "why"), [("mark", "no events"), (None, "no profiler")])
+def test_without_a_trace_the_measurement_stays(event, why):
+    (cell,) = paper_engine.measure(Profiled(event), ways(DENSE), 9, work(cached=True, profile=4)).values()
+    assert why in cell.profile["error"] and cell.tpot > 0
+
+
+def test_a_profile_of_prompts_that_were_not_cached_ends_the_run():
+    with pytest.raises(BenchError, match="7 of 9 tokens of a timed prompt were cached"):
+        paper_engine.measure(Profiled(lost=1), ways(DENSE), 9, work(cached=True, profile=4))

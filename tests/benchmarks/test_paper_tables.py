@@ -145,11 +145,11 @@ def test_each_variant_was_profiled(written):
     assert not any(cell["profile"] for cell in written["cells"])
 
 
-@pytest.mark.parametrize("given", [("--profile", "8"), ("--profile", "1", "--out", "x.json")])
+@pytest.mark.parametrize("given", [("--profile", "8"), ("--profile", "3", "--out", "x.json")])
 def test_a_profile_that_cannot_be_kept_is_refused(capsys, given):
     with pytest.raises(SystemExit) as ended:
         paper_tables.main(list(given))
-    assert ended.value.code == 2 and "--profile: at least 2 tokens, and --out" in capsys.readouterr().err
+    assert ended.value.code == 2 and "--profile: at least 4 tokens, and --out" in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_short_leaves_what_it_has(monkeypatch, tmp_path, written):

@@ -129,12 +129,12 @@ def test_steps_that_follow_each_other_are_replayed(server, answers, expected):
         expected.check(name, answer, tokens)
     before, counted = server.engine(), replayed_steps(server)
 
-    def check(name, count):
-        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    def check(name, length):
+        sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": prompt_of(name), "sampling_params": sampling, "fathom": POLICIES[name]}
         answer = server.client.post("/generate", json=body).json()
-        assert answer["output_ids"] == wanted[name]["output_ids"][:count]
-        if count == tokens:
+        assert answer["output_ids"] == wanted[name]["output_ids"][:length]
+        if length == tokens:
             report, usual = (each["meta_info"]["fathom"] for each in (answer, wanted[name]))
             for count in ("decode_steps", "fast_steps", "trigger_refreshes", "timeout_refreshes", "kv_bytes"):
                 assert report[count] == usual[count]
