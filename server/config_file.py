@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fathom.runtime import config
+from fathom.server import depth_pages
 from fathom.server.checks import StartError
 
 
@@ -36,10 +37,10 @@ def words(path: str, left_out: Collection[str] = ()) -> list[str]:
 
 
 def _off(flag: str) -> list[str]:
-    """A switch that is off: only those of the policy have a word for it."""
-    name = flag.removeprefix("--")
+    """A switch that is off: only those of ours that may be on by themselves have a word for it."""
+    name, off = flag.removeprefix("--"), flag.replace("--", "--no-", 1)
     spec = config.SPECS.get(name.replace("-", "_"))
-    return [f"--no-{name}"] if spec is not None and spec.kind is bool else []
+    return [off] if off == depth_pages.OFF or (spec is not None and spec.kind is bool) else []
 
 
 def _reason(error: Exception) -> str:

@@ -48,16 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument(
         "--gpu-depth-pages",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="on a machine with an NVIDIA GPU: keep KV in depth pages, with every policy, on Fathom's Triton "
-        "kernels and FlashInfer's. Run on one H100 so far; without it requests are served there dense, by "
-        "SGLang's own",
+        "kernels and FlashInfer's; without, every request is served dense, by SGLang's own path (default: with, "
+        "from compute capability 8.0 on)",
     )
     memory.add_argument(
         "--gpu-prefill-attention",
         choices=("auto", "triton"),
         default="auto",
-        help="with --gpu-depth-pages: by FlashInfer where that can be, or by Triton (default: %(default)s)",
+        help="with depth pages on a GPU: by FlashInfer where that can be, or by Triton (default: %(default)s)",
     )
 
 
@@ -67,6 +67,6 @@ def problem(own: argparse.Namespace) -> str:
         return f"--propagation-buffer must be at least 0, got {own.propagation_buffer}"
     if own.shallow_factor is not None and own.shallow_factor < 1:
         return f"--shallow-factor must be at least 1, got {own.shallow_factor}"
-    if own.gpu_prefill_attention != "auto" and not own.gpu_depth_pages:
-        return f"--gpu-prefill-attention {own.gpu_prefill_attention} needs --gpu-depth-pages"
+    if own.gpu_prefill_attention != "auto" and own.gpu_depth_pages is False:
+        return f"--gpu-prefill-attention {own.gpu_prefill_attention} has no effect with --no-gpu-depth-pages"
     return ""

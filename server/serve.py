@@ -15,7 +15,7 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, config_file, cpu_quota, flags, memory_flags, quiet
+from fathom.server import admission, checks, config_file, cpu_quota, depth_pages, flags, memory_flags, quiet
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -64,7 +64,7 @@ class Plan:
         face: policy and limits of the HTTP side.
         gate: how many requests are let in, and how long the last ones may take.
         verbose: whether to show tracebacks.
-        gpu_depth_pages: whether depth pages are wanted on a GPU.
+        gpu_depth_pages: whether depth pages are wanted on a GPU; None for any that takes them.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Plan:
     face: Face
     gate: Gate
     verbose: bool
-    gpu_depth_pages: bool = False
+    gpu_depth_pages: bool | None = None
 
 
 def parser() -> Parser:
@@ -101,7 +101,7 @@ def parser() -> Parser:
     model.add_argument(
         "--draft-model-path",
         metavar="MODEL",
-        help="draft model, with the same vocabulary; on a GPU it needs --gpu-depth-pages",
+        help="draft model, with the same vocabulary; it needs KV in depth pages",
     )
     model.add_argument(
         "--draft-cost",
@@ -261,15 +261,14 @@ def main(argv: list[str]) -> NoReturn:
     checks.check_model(work.model)
     checks.check_port(work.host, work.port)
     _stop_on_sigterm()
-    if work.gpu_depth_pages:
-        from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
-
-        os.environ[GPU_DEPTH_PAGES] = "1"  # read by SGLang's platform, in this process and in its children
+    depth_pages.choose(work.gpu_depth_pages)
     cpu_quota.limit_threads()
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
     from fathom.runtime.sglang_host import torchvision_ops
 
     torchvision_ops.declare()
+    if reason := depth_pages.why_not(work.gpu_depth_pages):
+        print(f"Fathom serves every request dense, by SGLang's own path: {reason}", flush=True)
     work = _with_fitting_draft(work)
     print(f"Fathom is loading {work.name} ...", flush=True)
     if not work.verbose:
@@ -290,22 +289,13 @@ def _with_fitting_draft(work: Plan) -> Plan:
     """
     if work.draft is None:
         return work
-    if not _has_depth_pages():
-        needed = "KV in depth pages: on an NVIDIA GPU, start with --gpu-depth-pages"
+    if reason := depth_pages.why_not(work.gpu_depth_pages):
         if work.draft_given:
-            raise StartError(f"--draft-model-path needs {needed}")
-        print(f"Fathom leaves out the demo's draft model, which needs {needed}", flush=True)
+            raise StartError(f"--draft-model-path needs KV in depth pages, and there are none: {reason}")
+        print("Fathom leaves out the demo's draft model", flush=True)
         return replace(work, draft=None)
     checks.check_draft(work.model, work.draft)
     return work
-
-
-def _has_depth_pages() -> bool:
-    from sglang.srt.platforms import current_platform  # first: it loads our plugin
-
-    from fathom.runtime.sglang_host.platform import DepthPagePlatform
-
-    return isinstance(current_platform, DepthPagePlatform)
 
 
 def _verify_seams() -> None:
@@ -340,6 +330,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
         model = ModelConfig.from_server_args(server_args)
     except Exception as error:
         raise StartError(checks.one_line(error)) from error
+    depth_pages.refuse_model(model)
     layers = model.num_hidden_layers
     if face.propagation_buffer is None:
         face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
@@ -387,10 +378,17 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
             traceback.print_exc()
         error = _engine_error(failure)
         print(f"fathom serve: error: {error}", file=sys.stderr)
+        _hint()
         code = error.code
     finally:
         stop_children()
     quiet.leave(code)
+
+
+def _hint() -> None:
+    """Where the engine did not start with depth pages on a GPU: that there is a way without."""
+    if depth_pages.on_gpu():
+        print(f"fathom serve: {depth_pages.HINT}", file=sys.stderr)
 
 
 def _of_draft(report: dict[str, Any]) -> str:
@@ -483,5 +481,6 @@ def on_engine_death() -> NoReturn:
 def on_engine_failure(*_: object) -> NoReturn:
     """SIGQUIT from an engine process that failed while starting: say so and leave."""
     print("fathom serve: error: the engine failed to start; its own report is above", file=sys.stderr)
+    _hint()
     stop_children()
     quiet.leave(checks.FAILURE)

@@ -33,7 +33,7 @@ SERVED = (
     *("--dtype", "float32", "--max-total-tokens", "4000", "--context-length", "512"),
     *("--chunked-prefill-size", "64", "--enable-mixed-chunk", "--page-size", "4"),
 )
-FLAGS = (*SERVED, "--gpu-depth-pages", "--device", "cuda")
+FLAGS = (*SERVED, "--device", "cuda")
 
 
 def prompt_of(name, length=69):

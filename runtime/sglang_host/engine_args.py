@@ -26,7 +26,12 @@ CPU_FLAGS = {
 
 
 GPU_DEPTH_PAGES = "FATHOM_GPU_DEPTH_PAGES"
-"""Environment variable, 1 for depth pages on a GPU; ``fathom serve --gpu-depth-pages`` sets it."""
+"""Environment variable that ``fathom serve`` sets: 1 for depth pages on a GPU, which has to be there, 0 for none,
+or :data:`WHERE_POSSIBLE`. Where it is not set (``sglang serve`` beside Fathom), a GPU is SGLang's own."""
+WHERE_POSSIBLE = "where-possible"
+"""Depth pages on a GPU that takes them."""
+OLDEST_GPU = 8, 0
+"""Compute capability. Older ones have less shared memory than the kernels ask for."""
 
 TRITON_BACKEND = "fathom_triton"
 """Our attention backend's name on a GPU. SGLang takes it for one that launches Triton kernels, which it is."""
@@ -123,6 +128,12 @@ GPU_RULES = (
         "--enforce-disable-flashinfer-allreduce-fusion",
         "rows are chosen between layers, where a fused reduction is still to come",
         ("--flashinfer-allreduce-fusion-backend",),
+    ),
+    Rule(
+        (),
+        lambda args: args.kv_cache_dtype in ("auto", "bf16", "bfloat16"),
+        "--kv-cache-dtype auto or bfloat16",
+        "the kernels read keys and values of 16 or 32 bits",
     ),
     Rule(
         (),
@@ -264,7 +275,10 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
             add_attention_backend_choices([TRITON_BACKEND])
         args = prepare_server_args(with_gpu_rules(argv))
         args.resolve_once()
-        check_rules(resolved_view(args), GPU_RULES, "--gpu-depth-pages")
+        try:
+            check_rules(resolved_view(args), GPU_RULES, "KV in depth pages")
+        except ValueError as error:
+            raise ValueError(f"{error} (--no-gpu-depth-pages serves dense, by SGLang's own path)") from None
         return args
     if os.getenv(GPU_DEPTH_PAGES, "0") == "1":
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")

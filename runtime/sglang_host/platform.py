@@ -1,4 +1,4 @@
-"""Lets SGLang's engine run on Fathom's memory and attention: without a GPU, and with one where the operator asks.
+"""Lets SGLang's engine run on Fathom's memory and attention: without a GPU, and for ``fathom serve`` with one.
 
 Registered under the entry point group ``sglang.srt.platforms``; SGLang calls :func:`activate` in every process.
 SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) needs an AMX build of ``sgl_kernel`` that no package index
@@ -9,7 +9,12 @@ SGLang's own CUDA kernels, which it imports wherever it sees one; attention is F
 import os
 
 from fathom.runtime.sglang_host import torchvision_ops
-from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, TRITON_BACKEND
+from fathom.runtime.sglang_host.engine_args import (
+    GPU_DEPTH_PAGES,
+    OLDEST_GPU,
+    TRITON_BACKEND,
+    WHERE_POSSIBLE,
+)
 
 torchvision_ops.declare()
 
@@ -87,13 +92,16 @@ class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
 def activate() -> str | None:
     """Name of the platform class, or None where SGLang should choose by itself.
 
-    Stays out of the way when SGLang's own CPU engine was asked for, and when any accelerator is present, unless the
-    operator wants depth pages on it.
+    Stays out of the way when SGLang's own CPU engine was asked for, and when any accelerator is present, unless
+    ``fathom serve`` wants depth pages on it and it is an NVIDIA GPU.
     """
     if os.getenv("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     if not torch.accelerator.is_available():
         return f"{__name__}:{FathomCpuPlatform.__name__}"
-    if os.getenv(GPU_DEPTH_PAGES, "0") == "1" and torch.version.cuda and torch.cuda.is_available():
-        return f"{__name__}:{FathomCudaPlatform.__name__}"
-    return None
+    wanted = os.getenv(GPU_DEPTH_PAGES, "0")
+    if wanted == "0" or not (torch.version.cuda and torch.cuda.is_available()):
+        return None
+    if wanted == WHERE_POSSIBLE and torch.cuda.get_device_capability() < OLDEST_GPU:
+        return None
+    return f"{__name__}:{FathomCudaPlatform.__name__}"

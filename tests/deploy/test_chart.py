@@ -31,7 +31,7 @@ CASES = {
         "gpu": {"count": 4, "runtimeClassName": "nvidia"},
         "parallel": {"tensorSize": 4},
         "replicas": 3,
-        "server": {"contextLength": 131072, "maxRunningRequests": 32, "extraArgs": ["--gpu-depth-pages"]},
+        "server": {"contextLength": 131072, "maxRunningRequests": 32, "extraArgs": ["--enable-cache-report"]},
         "auth": {"existingSecret": "keys"},
         "cache": {"accessModes": ["ReadWriteMany"]},
         "autoscaling": {"enabled": True},
@@ -250,8 +250,8 @@ def test_the_router_finds_the_servers():
         {"parallel": {"tensorSize": 12}, "gpu": {"count": 8}},
         {"monitoring": {"rules": {"enable": True}}},
         {"monitoring": {"serviceMonitor": {"interva": "5s"}}},
-        {"model": {"path": "org/m", "draft": "org/d"}},
-        {"policy": {"preset": "turbo"}},
+        {"model": {"path": "org/m", "draft": "org/d"}, "server": {"extraArgs": ["--no-gpu-depth-pages"]}},
+        {"policy": {"preset": "turbo", "args": ["--no-gpu-depth-pages"]}},
         {"replicas": 2},
         {"autoscaling": {"enabled": True}},
         {"parallel": {"tensorSize": 16}, "gpu": {"count": 8}},
@@ -282,11 +282,12 @@ def test_mistaken_values_are_refused(values):
     "values",
     [
         {"gpu": {"count": 0}, "model": {"path": "org/m", "draft": "org/d"}, "policy": {"preset": "turbo"}},
-        {"server": {"extraArgs": ["--gpu-depth-pages"]}, "policy": {"preset": "turbo"}},
+        {"model": {"path": "org/m", "draft": "org/d"}, "policy": {"preset": "turbo"}},
+        {"server": {"extraArgs": ["--no-gpu-depth-pages"]}},
         {"replicas": 2, "cache": {"existingClaim": "models"}},
         {"replicas": 2, "cache": {"enabled": False}},
     ],
-    ids=["draft on a CPU", "preset with depth pages", "claim of one's own", "no cache"],
+    ids=["draft on a CPU", "draft on a GPU", "dense without depth pages", "claim of one's own", "no cache"],
 )
 def test_values_are_taken_where_they_have_what_they_need(values):
     assert "Deployment/demo" in render(values)
@@ -308,7 +309,7 @@ def test_a_range_of_replicas_that_is_none_is_told_in_words():
 
 def test_a_name_is_one_word_whatever_is_in_it():
     names = {"name": "my model: v1 #2", "revision": "a: b", "draft": "d: #"}
-    values = {"model": {"path": "org/m", **names}, "server": {"extraArgs": ["--gpu-depth-pages"]}}
+    values = {"model": {"path": "org/m", **names}}
     args = render(values)["Deployment/demo"]["spec"]["template"]["spec"]["containers"][0]["args"]
     flags = ("--served-model-name", "--revision", "--draft-model-path")
     assert {f"{flag}={value}" for flag, value in zip(flags, names.values(), strict=True)} <= set(args)

@@ -18,7 +18,8 @@ from sglang.srt.runtime_context import get_resources
 
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import engine_args, gpu_streams, platform
-from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
+from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, WHERE_POSSIBLE
+from fathom.server import depth_pages, serve
 
 CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
 
@@ -28,20 +29,35 @@ def test_here_it_is_a_cpu():
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "cuda", "asked", "chosen"),
+    ("accelerator", "cuda", "capability", "asked", "chosen"),
     [
-        (False, None, "0", CPU),
-        (False, None, "1", CPU),  # the command line refuses that, with the reason
-        (True, "13.0", "0", None),
-        (True, "13.0", "1", CUDA),
-        (True, None, "1", None),  # an accelerator of another maker
+        (False, None, None, "0", CPU),
+        (False, None, None, WHERE_POSSIBLE, CPU),
+        (False, None, None, "1", CPU),  # the command line refuses that, with the reason
+        (
+            True,
+            "13.0",
+            (9, 0),
+            None,
+            None,
+        ),  # not `fathom serve`: SGLang's own command beside an installed Fathom
+        (True, "13.0", (9, 0), "0", None),
+        (True, "13.0", (9, 0), WHERE_POSSIBLE, CUDA),
+        (True, "13.0", (8, 0), WHERE_POSSIBLE, CUDA),
+        (True, "13.0", (7, 5), WHERE_POSSIBLE, None),
+        (True, "13.0", (7, 5), "1", CUDA),
+        (True, None, None, WHERE_POSSIBLE, None),  # an accelerator of another maker
+        (True, None, None, "1", None),
     ],
 )
-def test_a_gpu_is_left_to_sglang_unless_asked_for(monkeypatch, accelerator, cuda, asked, chosen):
+def test_who_has_the_machine(monkeypatch, accelerator, cuda, capability, asked, chosen):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: accelerator)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setenv(GPU_DEPTH_PAGES, asked)
+    monkeypatch.delenv(GPU_DEPTH_PAGES, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(GPU_DEPTH_PAGES, asked)
     assert platform.activate() == chosen
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert platform.activate() is None
@@ -76,6 +92,7 @@ REFUSED = {
     ("--attn-cp-size", "2", "--tp-size", "2"): "all rows of a step",
     ("--dcp-size", "2", "--tp-size", "2"): "all tokens of its heads",
     ("--enable-two-batch-overlap",): "all rows of a step",
+    ("--kv-cache-dtype", "fp8_e4m3"): "keys and values of 16 or 32 bits",
     ("--moe-a2a-backend", "deepep", "--tp-size", "2"): "all rows of a step",
     ("--moe-dense-tp-size", "1", "--tp-size", "2"): "all rows of a step",
     ("--enable-return-routed-experts",): "more slots than it expects",
@@ -148,7 +165,8 @@ def test_what_is_asked_of_sglang(built):
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_does_not_go_with_it(built, flags):
-    assert built[flags].startswith("--gpu-depth-pages needs") and REFUSED[flags] in built[flags]
+    assert built[flags].startswith("KV in depth pages needs") and REFUSED[flags] in built[flags]
+    assert built[flags].endswith("(--no-gpu-depth-pages serves dense, by SGLang's own path)")
 
 
 def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
@@ -162,6 +180,7 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
         cuda_graph_config=SimpleNamespace(**graphs),
         sampling_backend="pytorch",
         flashinfer_allreduce_fusion_backend=None,
+        kv_cache_dtype="auto",
         pp_size=1,
         dp_size=1,
         attn_cp_size=1,
@@ -173,10 +192,10 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
         enable_attn_tp_input_scattered=False,
         enable_two_batch_overlap=False,
     )
-    engine_args.check_rules(args, engine_args.GPU_RULES, "--gpu-depth-pages")
+    engine_args.check_rules(args, engine_args.GPU_RULES, "KV in depth pages")
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     with pytest.raises(ValueError, match="needs SGLANG_ENABLE_METADATA_GLUE_GRAPH=0: what a captured"):
-        engine_args.check_rules(args, engine_args.GPU_RULES, "--gpu-depth-pages")
+        engine_args.check_rules(args, engine_args.GPU_RULES, "KV in depth pages")
 
 
 INSTALL = """
@@ -266,7 +285,8 @@ SERVE = """
     work = serve._with_fitting_draft(serve.plan(["--demo"]))
     assert work.draft is None, work
     target, draft = (str(checks.demo_model(name)) for name in ("target", "draft"))
-    print("code", cli.main(["serve", target, "--draft-model-path", draft, "--port", sys.argv[1]]))
+    without = ["--no-gpu-depth-pages", "--port", sys.argv[1]]
+    print("code", cli.main(["serve", target, "--draft-model-path", draft, *without]))
 """
 
 
@@ -279,13 +299,21 @@ def test_a_draft_needs_depth_pages():
         timeout=120,
         env=os.environ | {GPU_DEPTH_PAGES: "0"},
     )
-    said, code = ran.stdout.splitlines()
-    assert said.startswith("Fathom leaves out the demo's draft model") and code == "code 2", ran.stderr
-    assert "--draft-model-path needs KV in depth pages" in ran.stderr and "--gpu-depth-pages" in ran.stderr
+    left_out, dense, code = ran.stdout.splitlines()
+    assert left_out == "Fathom leaves out the demo's draft model" and code == "code 2", ran.stderr
+    assert dense.startswith("Fathom serves every request dense, by SGLang's own path: --no-gpu-depth-pages")
+    assert (
+        "--draft-model-path needs KV in depth pages, and there are none: --no-gpu-depth-pages" in ran.stderr
+    )
 
 
-def test_it_is_off_unless_asked_for():
-    from fathom.server import serve
-
-    assert serve.plan(["--demo", "--gpu-depth-pages"]).gpu_depth_pages
-    assert not serve.plan(["--demo"]).gpu_depth_pages
+@pytest.mark.parametrize(
+    ("flags", "asked", "told"),
+    [([], None, WHERE_POSSIBLE), (["--gpu-depth-pages"], True, "1"), (["--no-gpu-depth-pages"], False, "0")],
+)
+def test_what_the_command_line_tells_every_process(monkeypatch, flags, asked, told):
+    monkeypatch.setenv(GPU_DEPTH_PAGES, "x")
+    work = serve.plan(["--demo", *flags])
+    assert work.gpu_depth_pages is asked
+    depth_pages.choose(work.gpu_depth_pages)
+    assert os.environ[GPU_DEPTH_PAGES] == told

@@ -13,7 +13,7 @@ import pytest
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.config import Limits, PolicyError, without_draft
 from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server import checks, cli, serve
+from fathom.server import checks, cli, depth_pages, serve
 from fathom.server.checks import StartError
 
 
@@ -74,9 +74,9 @@ MISTAKES = [
     (["serve", "x", "--shallow-factor", "0"], 2, "--shallow-factor must be at least 1, got 0"),
     (["serve", "x", "--draft-cost", "1.5"], 2, "--draft-cost must be in [0, 1], got 1.5"),
     (
-        ["serve", "x", "--gpu-prefill-attention", "triton"],
+        ["serve", "x", "--gpu-prefill-attention", "triton", "--no-gpu-depth-pages"],
         2,
-        "--gpu-prefill-attention triton needs --gpu-depth-pages",
+        "--gpu-prefill-attention triton has no effect with --no-gpu-depth-pages",
     ),
     (["serve", "x", "--gpu-prefill-attention", "fa3"], 2, "--gpu-prefill-attention: invalid choice: 'fa3'"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
@@ -241,10 +241,11 @@ def test_the_demo_brings_its_draft():
 
 
 def test_without_depth_pages_the_demo_leaves_its_draft_out(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "_has_depth_pages", lambda: False)
+    monkeypatch.setattr(depth_pages, "used", lambda: False)
     assert serve._with_fitting_draft(serve.plan(["--demo"])).draft is None
-    shown = capsys.readouterr().out
-    assert shown.count("\n") == 1 and "leaves out the demo's draft" in shown and "--gpu-depth-pages" in shown
+    assert capsys.readouterr().out == "Fathom leaves out the demo's draft model\n"
+    assert depth_pages.why_not(None) == f"KV in depth pages needs {depth_pages.NEED}"
+    assert depth_pages.why_not(False) == "--no-gpu-depth-pages was given"
 
 
 def test_the_draft_is_refused_by_the_command(tmp_path):
@@ -285,9 +286,8 @@ def test_options_are_split_between_us_and_the_engine(model):
 
 
 def test_what_computes_prefill_on_a_gpu(model):
-    depth_pages = [str(model), "--gpu-depth-pages"]
-    assert serve.plan(depth_pages).face.gpu_prefill == "auto"
-    assert serve.plan([*depth_pages, "--gpu-prefill-attention", "triton"]).face.gpu_prefill == "triton"
+    assert serve.plan([str(model)]).face.gpu_prefill == "auto"
+    assert serve.plan([str(model), "--gpu-prefill-attention", "triton"]).face.gpu_prefill == "triton"
 
 
 def test_the_operators_preset_waits_for_the_model(model):

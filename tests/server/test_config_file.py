@@ -66,6 +66,9 @@ def test_fathoms_options_in_the_file(write):
     assert work.gate.max_in_flight == 7 and work.gpu_depth_pages
     overridden = serve.plan([MODEL, "--config", file, "--preset", "balanced", "--speculative"])
     assert overridden.face.asked == {"preset": "balanced", "speculative": True}
+    off = write("gpu-depth-pages: false")
+    assert serve.plan([MODEL, "--config", off]).gpu_depth_pages is False
+    assert serve.plan([MODEL, "--config", off, "--gpu-depth-pages"]).gpu_depth_pages is True
 
 
 @pytest.mark.parametrize(

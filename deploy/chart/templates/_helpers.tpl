@@ -30,12 +30,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{- /* Values that would give a server that does not start, or does something else than they say. */}}
 {{- define "fathom.check" -}}
-{{- $depthPages := has "--gpu-depth-pages" (concat .Values.server.extraArgs .Values.policy.args) -}}
-{{- if and (gt (int .Values.gpu.count) 0) (not $depthPages) -}}
+{{- $dense := has "--no-gpu-depth-pages" (concat .Values.server.extraArgs .Values.policy.args) -}}
+{{- if and (gt (int .Values.gpu.count) 0) $dense -}}
 {{- if .Values.model.draft -}}
-{{- fail "model.draft needs --gpu-depth-pages in server.extraArgs on a GPU" -}}
+{{- fail "model.draft cannot be had with --no-gpu-depth-pages on a GPU" -}}
 {{- else if ne .Values.policy.preset "exact" -}}
-{{- fail (printf "policy.preset %s has no effect on a GPU without --gpu-depth-pages in server.extraArgs" .Values.policy.preset) -}}
+{{- fail (printf "policy.preset %s cannot be had with --no-gpu-depth-pages on a GPU" .Values.policy.preset) -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.auth.existingSecret -}}

@@ -1,0 +1,81 @@
+"""Whether KV is in depth pages on this machine, and what is refused, or left out, where that is or is not so.
+
+SGLang's platform is chosen when it is first asked for, in every process, from the environment: :func:`choose` comes
+before that, all else after.
+"""
+
+import os
+from typing import Any
+
+from fathom.server.checks import StartError
+
+OFF = "--no-gpu-depth-pages"
+NEED = "an NVIDIA GPU of compute capability 8.0 or newer, or a machine without a GPU"
+HINT = f"KV was in depth pages; without them ({OFF}) every request is served dense, by SGLang's own path"
+"""For an operator whose server did not start on a GPU."""
+
+
+def choose(asked: bool | None) -> None:
+    """Say whether depth pages are wanted on a GPU, for SGLang's platform in this process and in its children.
+
+    Args:
+        asked: what the operator says, or None for depth pages on any GPU that takes them.
+    """
+    from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, WHERE_POSSIBLE
+
+    os.environ[GPU_DEPTH_PAGES] = WHERE_POSSIBLE if asked is None else str(int(asked))
+
+
+def used() -> bool:
+    """Whether KV is in depth pages."""
+    from sglang.srt.platforms import current_platform  # first: it loads our plugin
+
+    from fathom.runtime.sglang_host.platform import DepthPagePlatform
+
+    return isinstance(current_platform, DepthPagePlatform)
+
+
+def on_gpu() -> bool:
+    """Whether KV is in depth pages, on a GPU."""
+    from sglang.srt.platforms import current_platform
+
+    from fathom.runtime.sglang_host.platform import FathomCudaPlatform
+
+    return isinstance(current_platform, FathomCudaPlatform)
+
+
+def why_not(asked: bool | None) -> str:
+    """Why KV is not in depth pages; "" where it is.
+
+    Args:
+        asked: as :func:`choose`.
+    """
+    if used():
+        return ""
+    return f"{OFF} was given" if asked is False else f"KV in depth pages needs {NEED}"
+
+
+def refuse_model(model: Any) -> None:
+    """Refuse a model whose KV depth pages on a GPU do not take, before its weights are loaded.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        StartError: with the reason, and what serves the model.
+    """
+    if not on_gpu():
+        return
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    reasons = {
+        "multi-head latent attention": model.attention_arch == AttentionArch.MLA,
+        "layers with a recurrent state": bool(mambaish_config(model)),
+        "sliding-window layers": model.is_hybrid_swa,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise StartError(
+            f"the model has {' and '.join(found)}, which depth pages on a GPU do not take: with {OFF} "
+            "it is served dense, by SGLang's own path"
+        )

@@ -1,0 +1,71 @@
+"""Models and failures of which an operator with a GPU is told that there is a way without depth pages."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from sglang.srt.configs.model_config import ModelConfig
+
+from fathom.server import checks, depth_pages, serve
+from fathom.server.checks import StartError
+
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 100}
+MODELS = {
+    "Llama": ({}, ""),
+    "Qwen3": ({}, ""),
+    "DeepseekV2": ({"kv_lora_rank": 32}, "multi-head latent attention"),
+    "GptOss": ({}, "sliding-window layers"),
+    "Qwen3Next": ({}, "layers with a recurrent state"),
+}
+
+
+@pytest.fixture
+def model(request, tmp_path):
+    options, reason = MODELS[request.param]
+    config = getattr(transformers, f"{request.param}Config")(
+        architectures=[f"{request.param}ForCausalLM"], **TINY, **options
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    return ModelConfig(str(tmp_path)), reason
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_a_model_that_depth_pages_on_a_gpu_do_not_take(model, monkeypatch):
+    config, reason = model
+    depth_pages.refuse_model(config)  # there is no GPU here
+    monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
+    if not reason:
+        depth_pages.refuse_model(config)
+        return
+    with pytest.raises(StartError, match=f"the model has {reason}, which depth pages .*--no-gpu-depth-pages"):
+        depth_pages.refuse_model(config)
+
+
+def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
+    asked = []
+    monkeypatch.setattr(depth_pages, "refuse_model", asked.append)
+    work = serve.plan(["--demo"])
+    arguments = serve._server_args(work.engine_flags, work.face)
+    serve._learn_limits(work.face, arguments, True)
+    assert [model.num_hidden_layers for model in asked] == [8]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("how", ["signal", "exception"])
+def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
+    monkeypatch.setattr(depth_pages, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(serve, "stop_children", lambda: None)
+    monkeypatch.setattr(serve.quiet, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit) as stop:
+        if how == "signal":
+            serve.on_engine_failure()
+        else:
+            failing = {"launch": lambda *_: (_ for _ in ()).throw(RuntimeError("no such thing"))}
+            monkeypatch.setitem(sys.modules, "fathom.server.app", SimpleNamespace(**failing))
+            serve._run(serve.plan(["--demo"]), None)
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == checks.FAILURE
+    assert lines[0].startswith("fathom serve: error: ")
+    assert lines[1:] == ([f"fathom serve: {depth_pages.HINT}"] if gpu else [])
