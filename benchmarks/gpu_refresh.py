@@ -109,13 +109,13 @@ class SlowStep:
         with executor.step():
             for compact in self.compact:
                 query = (rms_norm(x, (size.hidden,)) @ into)[:, : size.heads * size.head_dim]
-                query = query.unflatten(1, (size.heads, size.head_dim)).contiguous().unsqueeze(1)
+                query = query.unflatten(1, (size.heads, size.head_dim)).unsqueeze(1)
                 evidence = self.ring.captured(executor.acquire(), len(x), self.pitch)
-                attended, _ = two_segment_attention(
-                    query, self.pool.pair, compact, self.pool.table, self.plan, size.head_dim**-0.5, evidence
-                )
+                where = self.pool.pair, compact, self.pool.table, self.plan
+                attended = query.new_empty(query.shape)
+                two_segment_attention(query, *where, size.head_dim**-0.5, evidence, attended)
                 executor.submit(self._refresh(evidence, compact, selector) if refreshes else lambda: None)
-                x = x + attended.flatten(1).to(x.dtype) @ out
+                x = x + attended.flatten(1) @ out
                 gate, wide = (rms_norm(x, (size.hidden,)) @ up).chunk(2, -1)
                 x = x + (silu(gate) * wide) @ down
         self.outputs = x

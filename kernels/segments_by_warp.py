@@ -205,17 +205,19 @@ def two_segments_by_warp(
     evidence: Evidence,
     pitch: torch.Tensor | int,
     processors: int,
+    output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``two_segment_attention`` of what this kernel ``takes``, in two launches, one where there is one share.
 
     Args:
         pitch: of the evidence, in any case.
         processors: multiprocessors of the device.
+        output: [batch, heads, value_dim] to write to, contiguous; by default new, float32.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors, PIECES_PER_PROCESSOR)
-    result = Result(query.flatten(0, 1), value_dim, shares, None)
+    result = Result(query.flatten(0, 1), value_dim, shares, output)
     size = pool[0].itemsize
     _by_warp_kernel[(batch, kv_heads, shares)](
         query, *pool, *compact, page_table, plan.packed, result.first, result.first_lse, evidence.logits,
@@ -225,8 +227,8 @@ def two_segments_by_warp(
         **_constants(heads // kv_heads, head_dim, value_dim), THERE=isinstance(pitch, torch.Tensor),
         PTX=not INTERPRETED, **OPTIONS,
     )  # fmt: skip
-    output, lse = result.merged()
-    return output.view(batch, 1, heads, value_dim), lse.view(batch, 1, heads)
+    merged, lse = result.merged()
+    return merged.view(batch, 1, heads, value_dim), lse.view(batch, 1, heads)
 
 
 def specializations() -> list[Specialization]:

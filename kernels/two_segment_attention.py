@@ -115,31 +115,36 @@ def two_segment_attention(
     plan: SegmentPlan,
     scale: float,
     evidence: Evidence | None = None,
+    output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last ``window`` tokens of each request over its two segments.
 
     Args:
-        query: [batch, window, heads, head_dim], float32, bfloat16 or float16. Row w of a request sees the table
-            entries before ``end - window + w + 1``, and all of segment 1. A decode step has window 1.
+        query: [batch, window, heads, head_dim], float32, bfloat16 or float16, last dimension contiguous. Row w of a
+            request sees the table entries before ``end - window + w + 1``, and all of segment 1. A decode step has
+            window 1.
         pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of one layer.
         compact: the same of the layer's compact buffer, the pool's dtype. Last dimensions contiguous.
         page_table: [rows, max_length] int32, slot of each table entry.
         scale: factor on the dot products.
         evidence: written in place for the rows whose descriptor names a row of it.
+        output: [batch, window, heads, value_dim] to write to, contiguous; by default new, float32.
 
     Returns:
-        output [batch, window, heads, value_dim] float32, zero for a row that sees nothing, and log-sum-exp
-        [batch, window, heads] float32. On a GPU nothing waits for the device.
+        output, zero for a row that sees nothing, and log-sum-exp [batch, window, heads] float32. On a GPU nothing
+        waits for the device.
     """
     if runs_triton(query):
-        return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence)
+        return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence, output)
     from fathom.kernels.paged_attention_cpu import paged_attention
 
     tasks, window = plan.tasks, query.shape[1]
     if window > 1:
         tasks = tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
-    output, lse = paged_attention(query.flatten(0, 1), pool, page_table, tasks, scale, compact, evidence)
-    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
+    packed = query.contiguous().flatten(0, 1)
+    wide, lse = paged_attention(packed, pool, page_table, tasks, scale, compact, evidence)
+    wide = wide.view(*query.shape[:3], -1)
+    return wide if output is None else output.copy_(wide), lse.view(query.shape[:3])
 
 
 @triton.jit
@@ -284,6 +289,7 @@ def two_segment_attention_triton(
     plan: SegmentPlan,
     scale: float,
     evidence: Evidence | None = None,
+    output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`two_segment_attention` in two launches, one where there is one share."""
     from fathom.kernels import segments_by_warp as by_warp
@@ -293,6 +299,7 @@ def two_segment_attention_triton(
     group, processors = heads // kv_heads, 8
     if query.device.type == "cuda":
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    packed_output = None if output is None else output.view(batch * window, heads, value_dim)
     pitch: torch.Tensor | int = 0
     if evidence is not None:
         if not (evidence.logits.is_contiguous() and evidence.key_norms.is_contiguous()):
@@ -300,13 +307,13 @@ def two_segment_attention_triton(
         pitch = evidence.logits.shape[-1] if evidence.pitch is None else evidence.pitch
         if by_warp.takes(query.device, pool[0].dtype, window, group, head_dim, value_dim):
             return by_warp.two_segments_by_warp(
-                query, pool, compact, page_table, plan, scale, evidence, pitch, processors
+                query, pool, compact, page_table, plan, scale, evidence, pitch, processors, packed_output
             )
     shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
     block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize, evidence is not None)
-    result = Result(query.flatten(0, 1), value_dim, shares, None)
+    result = Result(query.flatten(0, 1), value_dim, shares, packed_output)
     lse = result.first_lse
     logits, norms = (lse, lse) if evidence is None else (evidence.logits, evidence.key_norms)
     _segments_kernel[(batch, kv_heads, shares)](
@@ -317,8 +324,8 @@ def two_segment_attention_triton(
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
         EVIDENCE=evidence is not None, THERE=isinstance(pitch, torch.Tensor), **options,
     )  # fmt: skip
-    output, lse = result.merged()
-    return output.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
+    merged, lse = result.merged()
+    return merged.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
 
 
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:

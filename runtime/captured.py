@@ -112,7 +112,7 @@ class CapturedStep:
             renews: whether the step is one in which selections are renewed; then within ``executor.step()``.
 
         Returns:
-            [rows, heads, value_dim] float32.
+            [rows, heads, value_dim] in the query's type.
         """
         state, span = self.state, layer // self.state.shape.span
         compact, evidence = state.compact[layer], None
@@ -121,9 +121,8 @@ class CapturedStep:
             slot = state.executor.acquire()
             evidence = state.ring.captured(slot, requests, self.pitch[span, :1])
         plan = SegmentPlan(self.packed[span, : self.size], state.shape.kv_heads)
-        output, _ = two_segment_attention(
-            query.contiguous().unsqueeze(1), pool, compact, there.table, plan, scale, evidence
-        )
+        output = query.new_empty(len(query), 1, query.shape[1], pool[1].shape[2])
+        two_segment_attention(query.unsqueeze(1), pool, compact, there.table, plan, scale, evidence, output)
         if evidence is not None:
             batch = RefreshBatch(self.renewed[span, :, :requests])
             config, selector = state.config, state.options.selector

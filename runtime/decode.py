@@ -150,10 +150,11 @@ class SlowFast:
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
         pool, compact = (keys, values), self.compact[0]
-        two_segment_attention(query, pool, compact, table, plan, 1.0)
+        output = query.new_empty(1, 1, shape.heads, shape.value_dim)
+        two_segment_attention(query, pool, compact, table, plan, 1.0, None, output)
         if runs_triton(query):
             evidence = self.ring.view(0, 1, self.wide(1))
-            two_segment_attention(query, pool, compact, table, plan, 1.0, evidence)
+            two_segment_attention(query, pool, compact, table, plan, 1.0, evidence, output)
             nobody = RefreshBatch(send(RefreshBatch.nobody(1).packed, shape.device))
             refresh_layer(evidence, pool, compact, table, nobody, self.config, self.options.selector)
         else:

@@ -208,14 +208,15 @@ class Step:
             view: of the layer's span; there: the same on the device, where it is; else the table is sent there.
 
         Returns:
-            [query rows, heads, value_dim] float32.
+            [query rows, heads, value_dim] in the query's type.
         """
         state, plan = self.state, self.span_step(layer, view, there)
         compact, evidence = state.compact[layer], None
         if self.capacity:
             evidence = state.ring.view(state.executor.acquire(), self.capacity, plan.width)
-        output, _ = two_segment_attention(
-            query.contiguous().unsqueeze(1), pool, compact, plan.table, plan.step.plan, scale, evidence
+        output = query.new_empty(len(query), 1, query.shape[1], pool[1].shape[2])
+        two_segment_attention(
+            query.unsqueeze(1), pool, compact, plan.table, plan.step.plan, scale, evidence, output
         )
         if evidence is not None:
             state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))

@@ -164,7 +164,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
-        return paged_attention(query, self._pool(layer), few.slots, few.tasks, layer.scaling)[0]
+        output, _ = paged_attention(query, self._pool(layer), few.slots, few.tasks, layer.scaling)
+        return output.to(query.dtype)
 
     def reads(self, layers: Sequence["RadixAttention"]) -> list[Reads] | None:
         """What layers read in this decode step, in runs of those that have the same work; None where each of them

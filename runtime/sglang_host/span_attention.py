@@ -109,7 +109,8 @@ class SpanAttentionBackend(AttentionBackend):
 
     @abstractmethod
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
-        """Attention of one row per segment: query [rows, heads, head_dim], output [rows, heads, value_dim]."""
+        """Attention of one row per segment: query [rows, heads, head_dim], output [rows, heads, value_dim] in its
+        type."""
 
     @abstractmethod
     def extend(
@@ -184,7 +185,7 @@ class SpanAttentionBackend(AttentionBackend):
             output = self._alternate(self.alternating, query, layer, span_view)
         else:
             output = self.decode(query, layer, span_view)
-        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim).to(q.dtype)
+        return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(
         self,
@@ -211,7 +212,7 @@ class SpanAttentionBackend(AttentionBackend):
             own, skipped = self._parts(self.alternating, span_view)
             if not skipped.all():
                 self.extend(query, new, layer, span_view, output, skipped)
-            output[own] = self._alternate(self.alternating, query[own], layer, span_view).to(output.dtype)
+            output[own] = self._alternate(self.alternating, query[own], layer, span_view)
         return output.view(len(query), -1)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -266,7 +267,7 @@ class SpanAttentionBackend(AttentionBackend):
     def _alternate(
         self, step: Step, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView
     ) -> torch.Tensor:
-        """[rows, heads, value_dim] float32 for the rows of the step."""
+        """[rows, heads, value_dim] in the query's type, for the rows of the step."""
         return step.attend(layer.layer_id, query, self._pool(layer), span_view, layer.scaling)
 
     def _store(

@@ -92,6 +92,10 @@ def compare(heads, kv_heads, dim, value_dim, rows, cuts):
         for a, b in zip((captured.logits, captured.key_norms), (kept.logits, kept.key_norms), strict=True):
             assert torch.equal(a.flatten()[: b.numel()].view(b.shape), b)
             assert (a.flatten()[b.numel() :] == 7).all()
+        output = torch.full_like(got[0], float("nan"), dtype=torch.float16)
+        into, lse = two.two_segment_attention(*given, kept, output)
+        assert into.data_ptr() == output.data_ptr()
+        assert torch.equal(output, got[0].half()) and torch.equal(lse, got[1])
     # The other kernel gives the same to within the rounding of weights, and without evidence always.
     plain = two.two_segment_attention(*given)
     assert ((got[0] - plain[0]).abs() <= 1e-5 + 2 * ROUNDED * spread).all()

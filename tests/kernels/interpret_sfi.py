@@ -114,7 +114,8 @@ def compare_attention(
     # Each head's tokens lie together, as in a server's compact buffers.
     compact = tuple(torch.randn(kv_heads, 200, d).to(dtype).transpose(0, 1) for d in (dim, value_dim))
     table = torch.stack([torch.randperm(slots)[:width] for _ in range(4)]).int()
-    query = torch.randn(4 * copies, window, heads, dim).to(dtype)
+    # As a part of a projection that holds keys and values too.
+    query = torch.randn(4 * copies, window, heads + 2, dim).to(dtype)[:, :, 1 : heads + 1]
     columns = [
         [3, 1, 0, 2],
         [0, 200, 5, 0],
@@ -146,6 +147,11 @@ def compare_attention(
     again = two_segment_attention.two_segment_attention_triton(query, pool, compact, table, plan, 0.3, flat)
     of_one_shape = (flat.logits.view_as(kept.logits), flat.key_norms.view_as(kept.key_norms))
     assert all(map(torch.equal, (*again, *of_one_shape), results[1]))
+    output = torch.full_like(again[0], float("nan"), dtype=torch.float16)
+    triton = two_segment_attention.two_segment_attention_triton
+    into, lse = triton(query, pool, compact, table, plan, 0.3, None, output)
+    assert into.data_ptr() == output.data_ptr()
+    assert torch.equal(output, again[0].half()) and torch.equal(lse, again[1])
     tolerance = 1e-4 if dtype == torch.float32 else 5e-3  # weights are rounded to the values' dtype
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

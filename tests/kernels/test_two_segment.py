@@ -85,6 +85,11 @@ def test_two_segments_equal_reference(window, heads, kv_heads, dim, value_dim, d
     assert (got[0][3] == 0).all() and torch.isneginf(got[1][3]).all()  # a row that sees nothing
     for a, b in zip(got, two_segment_attention(query, pool, compact, table, plan, dim**-0.5), strict=True):
         assert torch.equal(a, b)  # keeping evidence does not change the output
+    output = torch.full_like(got[0], float("nan"), dtype=torch.bfloat16)
+    into, lse = two_segment_attention(query, pool, compact, table, plan, dim**-0.5, None, output)
+    assert into is output and torch.equal(output, got[0].bfloat16()) and torch.equal(lse, got[1])
+    wider = torch.cat((query, query, query), 2)[:, :, heads : 2 * heads]
+    assert torch.equal(two_segment_attention(wider, pool, compact, table, plan, dim**-0.5)[0], got[0])
 
 
 def test_strided_keys_are_read_in_place():
