@@ -24,14 +24,9 @@ from fathom.benchmarks.gpu_inputs import (
 )
 from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.extend_attention import extend_attention_reference
-from fathom.kernels.paged_decode import (
-    gather_entries,
-    paged_decode,
-    paged_decode_reference,
-    pick_pieces,
-    pick_splits,
-)
-from fathom.kernels.paged_extend import paged_extend, paged_extend_reference
+from fathom.kernels.key_shares import pick_pieces
+from fathom.kernels.paged_decode import gather_entries, paged_decode, paged_decode_reference
+from fathom.kernels.paged_extend import paged_extend, paged_extend_reference, pick_splits
 from fathom.kernels.two_segment_attention import (
     SegmentPlan,
     plan_segments,
@@ -49,7 +44,7 @@ CHECKED_ROWS = 16
 """Query rows of a request in a chunk that are compared where the reference cannot afford them all."""
 
 
-def decode(s: Setting, page: int = 1, splits: int | None = None) -> Problem:
+def decode(s: Setting, page: int = 1, pieces: int | None = None) -> Problem:
     """Dense decode attention; through the engine's flat list with pages of one slot, else through a plain table."""
     inputs = Inputs(s)
     pool = Pool(inputs, page)
@@ -57,15 +52,11 @@ def decode(s: Setting, page: int = 1, splits: int | None = None) -> Problem:
     table, rows = (pool.table, pool.rows) if page == 1 else (pool.padded, inputs.integers(range(s.batch)))
     lengths = inputs.integers(s.lengths)
     scale = s.head_dim**-0.5
-    pieces = None
-    if splits is None:
-        splits, pieces = pick_pieces(s.batch, s.kv_heads, max(s.lengths), s.processors)
+    pieces = pieces or pick_pieces(s.kv_heads, s.processors)
     output = inputs.empty(s.batch, s.heads + 1, s.value_dim, dtype=s.dtype)
 
     def call() -> Any:
-        return paged_decode(
-            query, *pool.pair, table, rows, lengths, scale, splits, output[:, : s.heads], pieces
-        )
+        return paged_decode(query, *pool.pair, table, rows, lengths, scale, pieces, output[:, : s.heads])
 
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         own = part(s, last)

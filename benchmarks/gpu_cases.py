@@ -334,7 +334,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "paged_decode",
         decode,
-        ({"splits": 1}, {"page": 16, "splits": 3}),
+        ({"pieces": 1}, {"page": 16, "pieces": 3}),
         (
             Form("pages of 1"),
             Form("pages of 16", {"page": 16}),

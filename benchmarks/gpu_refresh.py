@@ -34,7 +34,7 @@ from fathom.benchmarks.gpu_inputs import Inputs, Pool, Setting
 from fathom.benchmarks.gpu_kernels import describe, print_header, print_row, versions, write_json
 from fathom.benchmarks.gpu_timing import Clock
 from fathom.benchmarks.paper_shapes import SIZES, Size, sized
-from fathom.kernels import paged_decode, segments_by_warp
+from fathom.kernels import key_shares, segments_by_warp
 from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.two_segment_attention import two_segment_attention
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
@@ -222,7 +222,7 @@ class Run:
         self.config = SfiConfig(recent=16, selected=64) if INTERPRETED else SfiConfig()
         self.dtype, dim = getattr(torch, args.dtype), self.size.head_dim
         warps = segments_by_warp.takes(device, self.dtype, 1, self.size.heads // self.size.kv_heads, dim, dim)
-        self.attention: Any = segments_by_warp if warps else paged_decode  # has its pieces
+        self.attention: Any = segments_by_warp if warps else key_shares  # has its pieces
         args.pieces = args.pieces or [self.attention.PIECES_PER_PROCESSOR]
         self.begun = time.monotonic()
         self.rows: list[dict[str, Any]] = []

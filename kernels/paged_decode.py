@@ -1,30 +1,19 @@
 """Decode attention on a GPU over a span's page table: one query per request, keys and values read where they lie.
 
-Flash decoding: each request's keys are dealt to programs (splits), whose partial results a second kernel merges.
-All programs take about as many keys, so a long request among short ones is cut into more pieces. The query heads of
-a KV head are the rows of one tile, so keys and values are loaded once for all of them. Grid and scratch depend on
-shapes alone and lengths are read on the device: a launch can be captured in a CUDA graph and replayed with other
-lengths.
+Flash decoding: the keys of all requests are dealt to programs (``key_shares.py``), whose partial results a second
+kernel merges. The query heads of a KV head are the rows of one tile, so keys and values are loaded once for all of
+them.
 ``paged_decode_reference`` is the plain-PyTorch reference.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fathom.kernels.key_shares import Dealt, own_piece
 from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
 
 KEYS_PER_BLOCK = 64
-PIECES_PER_PROCESSOR = 4
-"""Programs with keys to read for each multiprocessor. Of 2, 4 and 6 the best on an H100."""
-GRID = 4096
-"""Programs of a launch at most, where that leaves each request `FEWEST_SPLITS`: those without keys cost time."""
-FEWEST_SPLITS = 8
-MIN_KEYS_PER_SPLIT = 256
-MAX_SPLITS = 64
-SPLITS_PER_BLOCK = 16
 MIN_ROWS = 16
 """Smallest tile that tensor cores multiply; a KV head's query heads are padded to it."""
 
@@ -87,61 +76,21 @@ def store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALU
     tl.store(output + o_place[:, None] + e[None, :], result.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def piece_width(lengths, length, batch, pieces, splits, BLOCK: tl.constexpr):
-    """Keys of a program where those of all requests are cut into ``pieces``, and of one into ``splits`` at most."""
-    total = tl.zeros((), tl.int64)
-    for start in range(0, batch, 128):
-        i = start + tl.arange(0, 128)
-        total += tl.sum(tl.load(lengths + i, mask=i < batch, other=0).to(tl.int64), 0)
-    wanted = tl.minimum(tl.cdiv(total, pieces), length).to(tl.int32)
-    return tl.cdiv(tl.maximum(wanted, tl.cdiv(length, splits)), BLOCK) * BLOCK
-
-
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["batch", "pieces"])
 def _decode_kernel(
-    query,
-    keys,
-    values,
-    table,
-    rows,
-    lengths,
-    output,
-    lse,
-    scale_log2,
-    q_stride_request,
-    q_stride_head,
-    k_stride_page,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_page,
-    v_stride_slot,
-    v_stride_head,
-    o_stride_request,
-    o_stride_head,
-    o_stride_split,
-    table_stride,
-    pieces,
-    GROUP: tl.constexpr,
-    GROUP_P: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_P: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_P: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (request, KV head, split): attention over the split's keys; ``lse`` is [batch, heads, splits]."""
-    request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, splits = tl.program_id(2), tl.num_programs(2)
-    length = tl.load(lengths + request)
-    width = piece_width(lengths, length, tl.num_programs(0), pieces, splits, BLOCK)
-    first = split * width
-    end = tl.minimum(first + width, length)
-    line, d, e = tl.arange(0, GROUP_P), tl.arange(0, DIM_P), tl.arange(0, VALUE_DIM_P)
-    head, exists = kv_head * GROUP + line, line < GROUP
-    lse_place = (request * tl.num_programs(1) * GROUP + head) * splits + split
-    if (first < end) | (splits == 1):
+    query, keys, values, table, rows, lengths, partial, partial_lse, where, scale_log2, batch, pieces,
+    q_stride_request, q_stride_head, k_stride_page, k_stride_slot, k_stride_head,
+    v_stride_page, v_stride_slot, v_stride_head, table_stride,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, DIM: tl.constexpr, DIM_P: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIM_P: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, piece): attention over the keys of the piece."""
+    kv_head, heads = tl.program_id(0), tl.num_programs(0) * GROUP
+    number, first, end = own_piece(lengths, batch, pieces, where, BLOCK, 1)
+    if number < batch:
+        request = number.to(tl.int64)
+        line, d, e = tl.arange(0, GROUP_P), tl.arange(0, DIM_P), tl.arange(0, VALUE_DIM_P)
+        head, exists = kv_head * GROUP + line, line < GROUP
         q_place = request * q_stride_request + head[:, None] * q_stride_head + d[None, :]
         q = tl.load(query + q_place, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
         table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
@@ -153,79 +102,8 @@ def _decode_kernel(
             k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
             d, e, top, total, acc, DIM, VALUE_DIM, PAGE, BLOCK,
         )  # fmt: skip
-        o_place = request * o_stride_request + head * o_stride_head + split * o_stride_split
-        store_rows(output, lse, o_place, lse_place, exists, e, top, total, acc, VALUE_DIM)
-    else:
-        # What nobody computed nobody reads: the merge looks at the sums first.
-        tl.store(lse + lse_place, tl.full([GROUP_P], float("-inf"), tl.float32), mask=exists)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    partial,
-    partial_lse,
-    output,
-    lse,
-    o_stride_row,
-    o_stride_head,
-    splits,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (row, head): merges partial [rows, heads, splits, value_dim] by partial_lse [rows, heads, splits]."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = row * tl.num_programs(1) + head
-    e = tl.arange(0, VALUE_DIM_P)
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, splits, BLOCK):
-        split = start + tl.arange(0, BLOCK)
-        part_lse = tl.load(partial_lse + at * splits + split, mask=split < splits, other=float("-inf"))
-        tops = tl.maximum(tops, part_lse)
-    top = tl.max(tops, 0)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    totals = tl.zeros([BLOCK], tl.float32)
-    merged = tl.zeros([VALUE_DIM_P], tl.float32)
-    for start in range(0, splits, BLOCK):
-        split = start + tl.arange(0, BLOCK)
-        part_lse = tl.load(partial_lse + at * splits + split, mask=split < splits, other=float("-inf"))
-        weights = tl.exp(part_lse - finite)
-        # What saw no key may not have been written.
-        mask = (part_lse > float("-inf"))[:, None] & (e < VALUE_DIM)[None, :]
-        place = (at * splits + split)[:, None] * VALUE_DIM + e[None, :]
-        part = tl.load(partial + place, mask=mask, other=0.0)
-        totals += weights
-        merged += tl.sum(part * weights[:, None], 0)
-    total = tl.sum(totals, 0)
-    divisor = tl.where(total > 0, total, 1.0)
-    place = row * o_stride_row + head * o_stride_head + e
-    tl.store(output + place, (merged / divisor).to(output.dtype.element_ty), mask=e < VALUE_DIM)
-    tl.store(lse + at, top + tl.log(divisor))
-
-
-def pick_splits(programs: int, max_length: int, processors: int) -> int:
-    """Splits for launches of ``programs`` tiles: about two programs per processor, none with very few keys."""
-    wanted = triton.cdiv(2 * processors, max(programs, 1))
-    return max(1, min(wanted, triton.cdiv(max_length, MIN_KEYS_PER_SPLIT), MAX_SPLITS))
-
-
-def pick_pieces(
-    batch: int, kv_heads: int, max_length: int, processors: int, each: int | None = None
-) -> tuple[int, int]:
-    """How a decode launch is cut, from shapes alone.
-
-    Args:
-        each: programs with keys to read for each processor, ``PIECES_PER_PROCESSOR`` by default. One request alone
-            never has more: they would wait until others have ended.
-
-    Returns:
-        Programs of a request and KV head at most, and the pieces that the keys of all requests are cut into.
-    """
-    splits = min(max(GRID // max(batch * kv_heads, 1), FEWEST_SPLITS), MAX_SPLITS)
-    return (
-        max(min(splits, triton.cdiv(max_length, KEYS_PER_BLOCK)), 1),
-        max((each or PIECES_PER_PROCESSOR) * processors // kv_heads, 1),
-    )
+        place = tl.program_id(1).to(tl.int64) * heads + head
+        store_rows(partial, partial_lse, place * VALUE_DIM, place, exists, e, top, total, acc, VALUE_DIM)
 
 
 def paged_decode(
@@ -236,9 +114,8 @@ def paged_decode(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
-    splits: int,
+    pieces: int,
     output: torch.Tensor | None = None,
-    pieces: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per request over the KV entries that a page table names.
 
@@ -252,10 +129,9 @@ def paged_decode(
         lengths: [batch] int32, keys of each request, its own new token included; 0 gives output 0 and log-sum-exp
             -inf.
         scale: factor on the dot products.
-        splits: programs per request and KV head at most (:func:`pick_pieces`).
+        pieces: into which the keys of all requests are cut, for each KV head
+            (:func:`fathom.kernels.key_shares.pick_pieces`).
         output: [batch, heads, value_dim] to write to, last dimension contiguous; by default new, float32.
-        pieces: for each KV head, into which the keys of all requests are cut, each as its length is; by default
-            ``splits`` for each request on average.
 
     Returns:
         output, and the log-sum-exp of the scaled scores, [batch, heads] float32.
@@ -263,53 +139,18 @@ def paged_decode(
     batch, heads, _ = query.shape
     keys, values = by_page(keys), by_page(values)
     kv_heads, value_dim = values.shape[2:]
-    result = Result(query, value_dim, splits, output)
-    _decode_kernel[(batch, kv_heads, splits)](
-        query, keys, values, page_table, rows, lengths, result.first, result.first_lse, scale * LOG2_E,
-        query.stride(0), query.stride(1), *keys.stride()[:3], *values.stride()[:3], *result.strides,
-        page_table.stride(0), pieces or batch * splits,
+    dealt = Dealt(query, value_dim, batch, pieces, output)
+    _decode_kernel[(kv_heads, dealt.programs)](
+        query, keys, values, page_table, rows, lengths, dealt.partial, dealt.lse, dealt.where, scale * LOG2_E,
+        batch, pieces, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], page_table.stride(0),
         **_constants(heads // kv_heads, query.shape[2], value_dim, keys.shape[1]), **_WARPS,
     )  # fmt: skip
-    return result.merged()
+    return dealt.merged()
 
 
 def by_page(buffer: torch.Tensor) -> torch.Tensor:
     """[pages, page_size, kv_heads, dim] of a buffer; one of [slots, …] has pages of one slot."""
     return buffer if buffer.dim() == 4 else buffer.unsqueeze(1)
-
-
-class Result:
-    """Where a kernel with splits writes: straight to the output if there is one split, else to scratch.
-
-    Attributes:
-        first, first_lse: what the kernel writes: output, and natural log-sum-exp [rows, heads, splits].
-        strides: of ``first``, for row, head and split.
-    """
-
-    def __init__(self, query: torch.Tensor, value_dim: int, splits: int, output: torch.Tensor | None) -> None:
-        rows, heads, _ = query.shape
-        scratch = {"dtype": torch.float32, "device": query.device}
-        self.output = torch.empty(rows, heads, value_dim, **scratch) if output is None else output
-        self.first_lse = torch.empty(rows, heads, splits, **scratch)
-        self.splits = splits
-        if splits == 1:
-            self.first = self.output
-            self.strides = (*self.output.stride()[:2], 0)
-        else:
-            self.first = torch.empty(rows, heads, splits, value_dim, **scratch)
-            self.strides = self.first.stride()[:3]
-
-    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp [rows, heads] over all splits."""
-        if self.splits == 1:
-            return self.output, self.first_lse.squeeze(2)
-        rows, heads, value_dim = self.output.shape
-        lse = torch.empty(rows, heads, device=self.output.device)
-        _merge_kernel[(rows, heads)](
-            self.first, self.first_lse, self.output, lse, *self.output.stride()[:2], self.splits,
-            **_merge_constants(value_dim),
-        )  # fmt: skip
-        return self.output, lse
 
 
 def widths(head_dim: int, value_dim: int) -> dict[str, int]:
@@ -326,11 +167,6 @@ def _constants(group: int, head_dim: int, value_dim: int, page_size: int) -> dic
     padded = max(triton.next_power_of_2(group), MIN_ROWS)
     own = {"GROUP": group, "GROUP_P": padded, "PAGE": page_size, "BLOCK": KEYS_PER_BLOCK}
     return own | widths(head_dim, value_dim)
-
-
-def _merge_constants(value_dim: int) -> dict[str, int]:
-    padded = widths(value_dim, value_dim)["VALUE_DIM_P"]
-    return {"VALUE_DIM": value_dim, "VALUE_DIM_P": padded, "BLOCK": SPLITS_PER_BLOCK}
 
 
 def paged_decode_reference(
@@ -381,18 +217,14 @@ def pool_types(dtype: str) -> dict[str, str]:
 def specializations() -> list[Specialization]:
     """What to compile ahead of time."""
     found = []
-
-    def add(
-        label: str, kernel: Any, types: dict[str, str], constants: dict[str, int], **options: int
-    ) -> None:
-        found.append(Specialization(label, kernel, signature(kernel, types, constants), constants, options))
-
     for shape in ModelHeads.common():
         for page in (1, 16) if shape.head_dim == 128 else (1,):
             constants = _constants(shape.heads // shape.kv_heads, shape.head_dim, shape.head_dim, page)
-            types = pool_types(shape.dtype) | {"lengths": "*i32", "output": "*fp32"}
-            add(f"paged_decode {shape.name}, page {page}", _decode_kernel, types, constants, **_WARPS)
-    types = dict.fromkeys(("partial", "partial_lse", "lse"), "*fp32") | {"output": "*bf16"}
-    for dim in (128, 256):
-        add(f"paged_decode merge, values of {dim}", _merge_kernel, types, _merge_constants(dim))
+            types = pool_types(shape.dtype) | {"lengths": "*i32", "where": "*i32"}
+            types |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
+            label, own = (
+                f"paged_decode {shape.name}, page {page}",
+                signature(_decode_kernel, types, constants),
+            )
+            found.append(Specialization(label, _decode_kernel, own, constants, _WARPS))
     return found

@@ -2,18 +2,18 @@
 
 Each new token attends to its request's whole prefix, read in place through the page table, and causally to the new
 tokens before it and itself, read from the packed tensors. The rows of a tile are (token, query head of one KV
-head), so keys and values are loaded once for all of them; a few new tokens over a long prefix (verifying a draft)
-are dealt to several programs as in ``paged_decode``. ``paged_extend_reference`` is the plain-PyTorch reference.
+head), so keys and values are loaded once for all of them; the prefix of a few new tokens (verifying a draft) is
+shared by several programs. ``paged_extend_reference`` is the plain-PyTorch reference.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from fathom.kernels.key_shares import Split
 from fathom.kernels.paged_decode import (
     LOG2_E,
     MIN_ROWS,
-    Result,
     attend_entries,
     by_page,
     gather_entries,
@@ -141,7 +141,7 @@ def paged_extend(
         cu_seqlens: [requests + 1] int32, where each request's new tokens begin, and their total.
         max_new: most new tokens of a request.
         scale: factor on the dot products.
-        splits: programs that share a prefix (:func:`fathom.kernels.paged_decode.pick_splits`).
+        splits: programs that share a prefix (:func:`pick_splits`).
         output: [tokens, heads, value_dim] to write to, last dimension contiguous; by default new, float32.
         usual_new: new tokens that one program's tile is made for, where a request mostly has less than ``max_new``.
 
@@ -154,7 +154,7 @@ def paged_extend(
     keys, values = by_page(keys), by_page(values)
     kv_heads, value_dim = values.shape[2:]
     group = heads // kv_heads
-    result = Result(query, value_dim, splits, output)
+    result = Split(query, value_dim, splits, output)
     lines = (max_new if usual_new is None else usual_new) * group
     constants, options = _tile(group, head_dim, value_dim, keys.shape[1], lines, query.element_size())
     tiles = triton.cdiv(max_new * group, constants["ROWS"])
@@ -166,6 +166,16 @@ def paged_extend(
         **constants, **options,
     )  # fmt: skip
     return result.merged()
+
+
+MIN_KEYS_PER_SPLIT = 256
+MAX_SPLITS = 64
+
+
+def pick_splits(programs: int, max_length: int, processors: int) -> int:
+    """Splits for launches of ``programs`` tiles: about two programs per processor, none with very few keys."""
+    wanted = triton.cdiv(2 * processors, max(programs, 1))
+    return max(1, min(wanted, triton.cdiv(max_length, MIN_KEYS_PER_SPLIT), MAX_SPLITS))
 
 
 TILES = (16, 32, 64, 128)

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import INTERPRETED
-from fathom.kernels.paged_decode import Result, pick_pieces
+from fathom.kernels.key_shares import Dealt, own_piece, pick_pieces
 from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
-from fathom.kernels.two_segment_attention import LONGEST, Evidence, SegmentPlan, work_of_program
+from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, descriptor
 
 COLUMNS = 8
 """Of a product, the fewest there can be: a group's heads, one for the norms, padding."""
@@ -104,35 +104,30 @@ def _slot(base, slot, stride):
     return at.to(base.dtype, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["batch", "pieces"])
 def _by_warp_kernel(
-    query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
+    query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, where, logits, norms,
     pitch, scale, stride_query_batch, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
-    stride_partial_row, stride_partial_head, stride_partial_share,
-    stride_table_row, pieces,
+    stride_table_row, batch, pieces,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WARPS: tl.constexpr, BLOCK: tl.constexpr, THERE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp.
+    """Program (KV head, piece): attention over the keys of the piece, of both segments.
 
     ``stride_key_slot`` and ``stride_value_slot`` are in bytes.
     """
-    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shares = tl.num_programs(2)
-    row, begin, _end, compact_start, length, kept, first, last = work_of_program(packed, pieces, BLOCK)
-
+    h, kv_heads = tl.program_id(0), tl.num_programs(0)
+    number, first, last = own_piece(packed, batch, pieces, where, BLOCK, 6)
+    if number >= batch:
+        return
+    b = number.to(tl.int64)
+    row, begin, _end, compact_start, length, kept = descriptor(packed, b)
     r = tl.arange(0, COLUMNS)
     head, real, spare = h * GROUP + r, r < GROUP, r == GROUP
-    token = b.to(tl.int64)
-    lse_at = partial_lse + (token * (tl.num_programs(1) * GROUP) + head) * shares + part
-    if (first >= last) & (shares > 1):
-        # What nobody computed nobody reads: the merge looks at the sums first.
-        tl.store(lse_at, tl.full((COLUMNS,), float("-inf"), tl.float32), mask=real)
-        return
     d, dv = tl.arange(0, HEAD_DIM), tl.arange(0, VALUE_DIM)
-    q_at = token * stride_query_batch + head * stride_query_head
+    q_at = b * stride_query_batch + head * stride_query_head
     q = tl.load(query + q_at[:, None] + d[None, :], mask=real[:, None], other=0.0).to(keys.dtype.element_ty)
     q = tl.broadcast_to(tl.trans(q)[None, :, :], (WARPS, HEAD_DIM, COLUMNS))
     top = tl.full((WARPS, COLUMNS), float("-inf"), tl.float32)
@@ -153,7 +148,7 @@ def _by_warp_kernel(
         _, top, total, acc = _fold(q, k, v, t < stop, scale_log2, top, total, acc)
 
     width = tl.load(pitch) if THERE else pitch
-    kept_head = tl.maximum(kept, 0).to(tl.int64) * tl.num_programs(1) + h
+    kept_head = tl.maximum(kept, 0).to(tl.int64) * kv_heads + h
     norms_row = norms + kept_head * width
     logits_row = logits + (kept_head * GROUP + r) * width
     to = tl.where(spare, norms_row.to(tl.int64), logits_row.to(tl.int64))
@@ -184,10 +179,12 @@ def _by_warp_kernel(
     sums = tl.sum(tl.sum(total, 1) * rescale, 0)
     safe = tl.where(sums > 0, sums, 1.0)
     ln_2: tl.constexpr = 0.6931471805599453
-    tl.store(lse_at, tl.where(sums > 0, (whole + tl.log2(safe)) * ln_2, float("-inf")), mask=real)
-    at = token * stride_partial_row + head * stride_partial_head + part * stride_partial_share
+    place = tl.program_id(1).to(tl.int64) * (kv_heads * GROUP) + head
+    tl.store(
+        partial_lse + place, tl.where(sums > 0, (whole + tl.log2(safe)) * ln_2, float("-inf")), mask=real
+    )
     result = tl.trans(tl.sum(acc * rescale[:, None, :], 0)) / safe[:, None]
-    tl.store(partial + at[:, None] + dv[None, :], result.to(partial.dtype.element_ty), mask=real[:, None])
+    tl.store(partial + place[:, None] * VALUE_DIM + dv[None, :], result, mask=real[:, None])
 
 
 def _constants(group: int, head_dim: int, value_dim: int) -> dict[str, Any]:
@@ -207,7 +204,7 @@ def two_segments_by_warp(
     processors: int,
     output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``two_segment_attention`` of what this kernel ``takes``, in two launches, one where there is one share.
+    """``two_segment_attention`` of what this kernel ``takes``, in two launches.
 
     Args:
         pitch: of the evidence, in any case.
@@ -216,18 +213,18 @@ def two_segments_by_warp(
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
-    shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors, PIECES_PER_PROCESSOR)
-    result = Result(query.flatten(0, 1), value_dim, shares, output)
+    pieces = pick_pieces(kv_heads, processors, PIECES_PER_PROCESSOR)
+    dealt = Dealt(query.flatten(0, 1), value_dim, batch, pieces, output)
     size = pool[0].itemsize
-    _by_warp_kernel[(batch, kv_heads, shares)](
-        query, *pool, *compact, page_table, plan.packed, result.first, result.first_lse, evidence.logits,
+    _by_warp_kernel[(kv_heads, dealt.programs)](
+        query, *pool, *compact, page_table, plan.packed, dealt.partial, dealt.lse, dealt.where, evidence.logits,
         evidence.key_norms, pitch, scale, query.stride(0), query.stride(2),
         pool[0].stride(0) * size, pool[0].stride(1), pool[1].stride(0) * size, pool[1].stride(1),
-        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), pieces,
+        *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), batch, pieces,
         **_constants(heads // kv_heads, head_dim, value_dim), THERE=isinstance(pitch, torch.Tensor),
         PTX=not INTERPRETED, **OPTIONS,
     )  # fmt: skip
-    merged, lse = result.merged()
+    merged, lse = dealt.merged()
     return merged.view(batch, 1, heads, value_dim), lse.view(batch, 1, heads)
 
 
@@ -235,7 +232,7 @@ def specializations() -> list[Specialization]:
     """What to compile ahead of time."""
     floats = dict.fromkeys(("partial", "partial_lse", "logits", "norms"), "*fp32")
     tensors = dict.fromkeys(("query", "keys", "values", "compact_keys", "compact_values"), "*bf16")
-    types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
+    types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32", "where": "*i32"}
     shapes = [
         (each.name, each.heads // each.kv_heads, each.head_dim, each.head_dim)
         for each in ModelHeads.common()

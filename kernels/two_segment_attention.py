@@ -19,10 +19,8 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
-from fathom.kernels.paged_decode import Result, pick_pieces
+from fathom.kernels.key_shares import Dealt, own_piece, pick_pieces
 
-LONGEST = 1 << 20
-"""Keys of a row in both segments, for all that a launch knows."""
 FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
 
 
@@ -162,65 +160,37 @@ def _fold(q, k, v, visible, scale, top, total, acc):
 
 
 @triton.jit
-def _counts(packed, i, there):
-    """Keys that requests read in both segments."""
-    field = packed + i * 6
-    begin, end = tl.load(field + 1, mask=there, other=0), tl.load(field + 2, mask=there, other=0)
-    return tl.load(field + 4, mask=there, other=0) + end - begin
+def descriptor(packed, request):
+    """``FIELDS`` of a request in their order."""
+    at = packed + request * 6
+    row, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return row, begin, end, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
 
 
-@triton.jit
-def work_of_program(packed, pieces, BLOCK: tl.constexpr):
-    """The descriptor of this program's request, its first id, and which part of its keys is the program's.
-
-    All programs that have keys take about as many: a row that reads everything has many, others have one or two.
-
-    Returns:
-        ``FIELDS`` in their order, and the part ``first .. last - 1`` of the keys of both segments.
-    """
-    field = packed + tl.program_id(0) * 6
-    row, begin, end = tl.load(field), tl.load(field + 1), tl.load(field + 2)
-    compact_start, length, kept = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
-    count = length + end - begin
-    everyone = tl.zeros((), tl.int64)
-    for start in range(0, tl.num_programs(0), 128):
-        i = start + tl.arange(0, 128)
-        everyone += tl.sum(_counts(packed, i, i < tl.num_programs(0)).to(tl.int64), 0)
-    wanted = tl.minimum(tl.cdiv(everyone, pieces), count).to(tl.int32)
-    share = tl.cdiv(tl.maximum(wanted, tl.cdiv(count, tl.num_programs(2))), BLOCK) * BLOCK
-    first = tl.program_id(2) * share
-    return row, begin, end, compact_start, length, kept, first, tl.minimum(first + share, count)
-
-
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["batch", "pieces"])
 def _segments_kernel(
-    query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, logits, norms,
+    query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, where, logits, norms,
     pitch, scale, stride_query_batch, stride_query_window, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
-    stride_partial_row, stride_partial_head, stride_partial_share,
-    stride_table_row, pieces,
+    stride_table_row, batch, pieces,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     EVIDENCE: tl.constexpr, THERE: tl.constexpr,
 ):  # fmt: skip
-    """One share of the keys of one (request, KV head): an output of its own and its log-sum-exp."""
-    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    shares = tl.num_programs(2)
-    row, begin, end, compact_start, length, kept, first, last = work_of_program(packed, pieces, BLOCK)
-
+    """Program (KV head, piece): attention over the keys of the piece, of both segments."""
+    h, kv_heads = tl.program_id(0), tl.num_programs(0)
+    number, first, last = own_piece(packed, batch, pieces, where, BLOCK, 6)
+    if number >= batch:
+        return
+    b = number.to(tl.int64)
+    row, begin, end, compact_start, length, kept = descriptor(packed, b)
     r = tl.arange(0, ROWS)
     head, w = h * GROUP + r // WINDOW, r % WINDOW
     real = r < GROUP * WINDOW
-    token = b.to(tl.int64) * WINDOW + w
-    lse_at = partial_lse + (token * (tl.num_programs(1) * GROUP) + head) * shares + part
-    if (first >= last) & (shares > 1):
-        # What nobody computed nobody reads: the merge looks at the sums first.
-        tl.store(lse_at, tl.full((ROWS,), float("-inf"), tl.float32), mask=real)
-        return
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     in_d, in_v = d < HEAD_DIM, dv < VALUE_DIM
-    q_at = b.to(tl.int64) * stride_query_batch + w * stride_query_window + head * stride_query_head
+    q_at = b * stride_query_batch + w * stride_query_window + head * stride_query_head
     q = tl.load(query + q_at[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
     q = q.to(keys.dtype.element_ty)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -253,7 +223,7 @@ def _segments_kernel(
         scores, top, total, acc = _fold(q, k, v, visible, scale, top, total, acc)
         if EVIDENCE and kept >= 0:
             width = tl.load(pitch) if THERE else pitch
-            kept_head = kept.to(tl.int64) * tl.num_programs(1) + h
+            kept_head = kept.to(tl.int64) * kv_heads + h
             kept_at = ((kept_head * GROUP + r // WINDOW) * WINDOW + w) * width
             tl.store(logits + kept_at[:, None] + index[None, :], scores, mask=real[:, None] & there[None, :])
             wide = k.to(tl.float32)
@@ -261,10 +231,10 @@ def _segments_kernel(
             tl.store(norms + kept_head * width + index, norm, mask=there)
 
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(lse_at, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real)
-    at = token * stride_partial_row + head * stride_partial_head + part * stride_partial_share
-    result = (acc / safe[:, None]).to(partial.dtype.element_ty)
-    tl.store(partial + at[:, None] + dv[None, :], result, mask=real[:, None] & in_v[None, :])
+    place = (tl.program_id(1).to(tl.int64) * WINDOW + w) * (kv_heads * GROUP) + head
+    tl.store(partial_lse + place, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real)
+    to = partial + place[:, None] * VALUE_DIM + dv[None, :]
+    tl.store(to, acc / safe[:, None], mask=real[:, None] & in_v[None, :])
 
 
 PLAIN, WITH_EVIDENCE = (32, 4, 3), (32, 4, 2)
@@ -291,7 +261,7 @@ def two_segment_attention_triton(
     evidence: Evidence | None = None,
     output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`two_segment_attention` in two launches, one where there is one share."""
+    """:func:`two_segment_attention` in two launches."""
     from fathom.kernels import segments_by_warp as by_warp
 
     batch, window, heads, head_dim = query.shape
@@ -309,22 +279,22 @@ def two_segment_attention_triton(
             return by_warp.two_segments_by_warp(
                 query, pool, compact, page_table, plan, scale, evidence, pitch, processors, packed_output
             )
-    shares, pieces = pick_pieces(batch, kv_heads, LONGEST, processors)
+    pieces = pick_pieces(kv_heads, processors)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
     block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize, evidence is not None)
-    result = Result(query.flatten(0, 1), value_dim, shares, packed_output)
-    lse = result.first_lse
+    dealt = Dealt(query.flatten(0, 1), value_dim, batch, pieces, packed_output)
+    lse = dealt.lse
     logits, norms = (lse, lse) if evidence is None else (evidence.logits, evidence.key_norms)
-    _segments_kernel[(batch, kv_heads, shares)](
-        query, *pool, *compact, page_table, plan.packed, result.first, lse, logits, norms, pitch, scale,
-        *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
-        *compact[0].stride()[:2], *compact[1].stride()[:2], *result.strides, page_table.stride(0), pieces,
+    _segments_kernel[(kv_heads, dealt.programs)](
+        query, *pool, *compact, page_table, plan.packed, dealt.partial, lse, dealt.where, logits, norms, pitch,
+        scale, *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
+        *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), batch, pieces,
         GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
         EVIDENCE=evidence is not None, THERE=isinstance(pitch, torch.Tensor), **options,
     )  # fmt: skip
-    merged, lse = result.merged()
+    merged, lse = dealt.merged()
     return merged.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
 
 
@@ -348,7 +318,7 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
         constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
         constants |= {"EVIDENCE": evidence, "THERE": captured}
         tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
-        types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32"}
+        types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32", "where": "*i32"}
         types["pitch"] = "*i32" if captured else "i32"
         label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
         label += ", captured" if captured else ""

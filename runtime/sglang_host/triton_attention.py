@@ -14,8 +14,9 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.runtime_context import get_schedule
 
 from fathom.kernels.dispatch import runs_triton
-from fathom.kernels.paged_decode import paged_decode, pick_pieces, pick_splits
-from fathom.kernels.paged_extend import TILES, paged_extend, tiles_of
+from fathom.kernels.key_shares import pick_pieces
+from fathom.kernels.paged_decode import paged_decode
+from fathom.kernels.paged_extend import TILES, paged_extend, pick_splits, tiles_of
 from fathom.kernels.span_tables import BLOCK, span_tables
 from fathom.runtime.captured import CapturedStep
 from fathom.runtime.config import MOST_DRAFTED
@@ -102,8 +103,8 @@ class TritonAttentionBackend(SpanAttentionBackend):
     def _warm_up(self, heads: int) -> None:
         """Compile what steps launch, so that no request waits for it (cached on disk).
 
-        Attention in the model's type: prefill's for each of its tiles, and decode's; with one split, which writes
-        the output, and with several, which write float32 for the merge.
+        Attention in the model's type: prefill's for each of its tiles, with one split, which writes the output, and
+        with several, which write float32 for the merge; and decode's.
         """
         pool = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
         kv_heads = pool[0].shape[1]
@@ -118,7 +119,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
                 keys, values = (torch.zeros(new, kv_heads, x.shape[2], **there) for x in pool)
                 bounds = torch.arange(2, dtype=torch.int32, device=query.device) * new
                 paged_extend(query, keys, values, *pool, table, none, none, bounds, new, 1.0, splits, output)
-            paged_decode(query[:1], *pool, table, none, none, 1.0, splits, output[:1])
+        paged_decode(query[:1], *pool, table, none, none, 1.0, 1, output[:1])
         blocks = torch.zeros(1, BLOCK, dtype=torch.int32, device=room.head.device)
         lists = room.head, room.slots, room.write
         # No request.
@@ -277,18 +278,9 @@ class TritonAttentionBackend(SpanAttentionBackend):
             )
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         # From shapes alone: a captured launch serves any lengths.
-        splits, pieces = pick_pieces(len(query), layer.tp_k_head_num, self.longest, self.processors)
-        paged_decode(
-            query,
-            *self._pool(layer),
-            there.table,
-            there.begin,
-            there.lengths,
-            layer.scaling,
-            splits,
-            output,
-            pieces,
-        )
+        pieces = pick_pieces(layer.tp_k_head_num, self.processors)
+        where = there.table, there.begin, there.lengths
+        paged_decode(query, *self._pool(layer), *where, layer.scaling, pieces, output)
         return output
 
     def _alternate(

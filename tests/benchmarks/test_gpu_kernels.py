@@ -53,11 +53,11 @@ from fathom.benchmarks import gpu_kernels
 # The interpreter runs one program after the other.
 sys.path.append(sys.argv.pop(1))
 import interpreter_pace, interpreter_scans
-from fathom.kernels import paged_decode, selector_scores, stable_top_k
+from fathom.kernels import key_shares, selector_scores, stable_top_k
 
 interpreter_pace.install()
 interpreter_scans.install()
-paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
+key_shares.PIECES_PER_PROCESSOR = 0.5
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
 
 launched, run = set(), InterpretedFunction.run
@@ -86,9 +86,9 @@ def wrong(*given):
     return output, lse
 
 def half(*given):
-    query, keys, values, table, rows, lengths, scale, splits, output, pieces = given
+    query, keys, values, table, rows, lengths, scale, pieces, output = given
     first = query[:-1], keys, values, table, rows[:-1], lengths[:-1]
-    _, lse = decode(*first, scale, splits, output[:-1], pieces)
+    _, lse = decode(*first, scale, pieces, output[:-1])
     return output, gpu_attention.torch.cat((lse, lse[:1]))
 
 def broken(*given):
@@ -169,7 +169,7 @@ def test_planted_errors_are_found():
     assert done.stdout.splitlines()[-1] == "[1, 1, 1]", done.stderr
     found = [line for line in done.stderr.splitlines() if line.startswith("FAILED: ")]
     assert any(
-        "paged_decode, splits=1, 1/0/70, 4/2 heads of 16: output: relative error" in line for line in found
+        "paged_decode, pieces=1, 1/0/70, 4/2 heads of 16: output: relative error" in line for line in found
     )
     assert any(
         line.startswith("FAILED: paged_decode, pages of 1, 2 x 24") and "inf of a row" in line

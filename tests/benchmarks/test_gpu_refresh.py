@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fathom.benchmarks import gpu_refresh
-from fathom.kernels import paged_decode, segments_by_warp
+from fathom.kernels import key_shares, segments_by_warp
 
 # Few programs: the interpreter runs one after the other. A second stream that loses the work of a layer.
 SCRIPT = """
@@ -18,11 +18,11 @@ import sys
 sys.path.append(sys.argv[1])
 import interpreter_pace, interpreter_scans
 from fathom.benchmarks import gpu_refresh
-from fathom.kernels import paged_decode, selector_scores, stable_top_k
+from fathom.kernels import key_shares, selector_scores, stable_top_k
 interpreter_pace.install()
 interpreter_scans.install()
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
-paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
+key_shares.PIECES_PER_PROCESSOR = 1
 given, ways = gpu_refresh.launched, []
 
 def lossy(step, lanes, refreshes, cuda):
@@ -66,7 +66,7 @@ def test_work_that_the_second_stream_loses_is_found(tmp_path):
     )
     assert done.returncode == 1
     (failure,) = json.loads((tmp_path / "r.json").read_text())["failures"]
-    assert failure == "2 requests, 1 renewed, 4 pieces: two streams leave something else than one"
+    assert failure == "2 requests, 1 renewed, 1 pieces: two streams leave something else than one"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_length_without_a_whole_selection_is_refused(tmp_path):
 def test_pieces_are_those_of_the_kernel_that_is_measured(dtype, flags, cuts, monkeypatch):
     """Of that for bfloat16 alone, or of all others'; the engine's own by default."""
     seen = {}
-    for module in (segments_by_warp, paged_decode):
+    for module in (segments_by_warp, key_shares):
         monkeypatch.setattr(module, "PIECES_PER_PROCESSOR", module.PIECES_PER_PROCESSOR)  # put back
     monkeypatch.setattr(gpu_refresh, "SlowStep", lambda *given: None)
     args = gpu_refresh.parser().parse_args(["--size", "llama-3.1-8b", "--dtype", dtype, *flags])
@@ -115,7 +115,7 @@ def test_pieces_are_those_of_the_kernel_that_is_measured(dtype, flags, cuts, mon
     def measure(step, clock):
         seen[run.args.pieces[len(seen)]] = (
             segments_by_warp.PIECES_PER_PROCESSOR,
-            paged_decode.PIECES_PER_PROCESSOR,
+            key_shares.PIECES_PER_PROCESSOR,
         )
         return {
             way: {"median": 1.0} for way in (gpu_refresh.WITHOUT, gpu_refresh.IN_ORDER, gpu_refresh.BESIDE)

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from fathom.kernels import paged_decode, selector_scores, stable_top_k  # noqa: E402
+from fathom.kernels import key_shares, selector_scores, stable_top_k  # noqa: E402
 from fathom.runtime.sglang_host import (  # noqa: E402
     compression,
     decode_graphs,
@@ -317,7 +317,7 @@ def install():
     stable_top_k.PARTS = 2
     interpreter_pace.install()
     interpreter_scans.install()
-    paged_decode.GRID, paged_decode.FEWEST_SPLITS = 8, 2
+    key_shares.PIECES_PER_PROCESSOR = 1 / 16
     for place, names in (
         (tails.Tails, ("take", "shrink")),
         (speculation, ("_choose", "_judged", "settle")),

@@ -18,6 +18,7 @@ import interpreter_pace
 
 from fathom.kernels import (
     compact_kv,
+    key_shares,
     pack_segment,
     paged_decode,
     paged_extend,
@@ -75,7 +76,7 @@ def attention() -> None:
     small, small_table = near(table[-2:])
     query, own = torch.randn(2, HEADS, DIM).half(), torch.arange(2)
     want = paged_decode.paged_decode_reference(query, *small, small_table, own, lengths, 0.1)
-    close(paged_decode.paged_decode(query, *KV, table, rows, lengths, 0.1, splits=2), want)
+    close(paged_decode.paged_decode(query, *KV, table, rows, lengths, 0.1, 2), want)
 
     query, new = torch.randn(5, HEADS, DIM).half(), [torch.randn(5, KV_HEADS, DIM).half() for _ in range(2)]
     bounds = torch.tensor([0, 3, 5]).int()
@@ -209,7 +210,7 @@ interpreter_pace.install()
 interpreter_bfloat16.install()
 # The interpreter runs one program after the other.
 selector_scores.PARTS = selector_scores.REFINERS = stable_top_k.PARTS = 2
-paged_decode.GRID = paged_decode.FEWEST_SPLITS = 4
+key_shares.PIECES_PER_PROCESSOR = 0.5
 CASES = attention, scores_of_a_window, copies, selection, tables_of_a_step
 torch.manual_seed(0)
 for case in CASES:

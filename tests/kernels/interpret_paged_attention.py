@@ -68,29 +68,29 @@ def check(got, want, dtype):
 
 
 DECODE = [
-    # lengths, heads, kv_heads, dim, dtype, page, splits
-    ([1], 4, 4, 16, FP32, 1, 1),
-    ([0, 130, 64, 0, 65], 8, 2, 32, FP32, 1, 3),
-    ([3, 0, 200], 9, 3, 20, FP32, 16, 2),
-    ([70, 1], 32, 1, 16, FP16, 4, 1),
-    ([0], 2, 1, 16, FP16, 1, 4),
-    ([300, 17], 4, 2, 64, FP16, 16, 5),
+    # lengths, heads, kv_heads, dim, dtype, page
+    ([1], 4, 4, 16, FP32, 1),
+    ([0, 130, 64, 0, 65], 8, 2, 32, FP32, 1),
+    ([3, 0, 200], 9, 3, 20, FP32, 16),
+    ([70, 1], 32, 1, 16, FP16, 4),
+    ([0], 2, 1, 16, FP16, 1),
+    ([300, 17], 4, 2, 64, FP16, 16),
+    ([1] * 127 + [200, 0, 64, 130] + [0] * 9 + [1], 2, 1, 16, FP16, 1),  # more than are looked at at a time
 ]
 
 
-def compare_decode(lengths, heads, kv_heads, dim, dtype, page, splits):
+def compare_decode(lengths, heads, kv_heads, dim, dtype, page):
     keys, values, table, rows = problem(lengths, heads, kv_heads, dim, dtype, page)
     query = heads_first(len(lengths), heads, dim, dtype=dtype)
     arguments = query, keys, values, table, rows, torch.tensor(lengths, dtype=torch.int32), SCALE
     want = paged_decode_reference(*arguments)
-    got = paged_decode(*arguments, splits)
+    got = paged_decode(*arguments, 3)
     check(got, want, dtype)
     assert got[0].dtype == FP32
     assert got[1].isneginf().any(1).tolist() == [length == 0 for length in lengths]
     into = torch.full((len(lengths), heads + 1, value_dim(dim)), 7.0, dtype=dtype)
-    # Cut by length: one piece for all, or more than there are splits for.
     for pieces in (1, 2, 9):
-        check(paged_decode(*arguments, splits, into[:, :heads], pieces), want, dtype)
+        check(paged_decode(*arguments, pieces, into[:, :heads]), want, dtype)
     assert (into[:, heads] == 7).all()
 
 

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import interpreter_bfloat16
 import interpreter_pace
 
-from fathom.kernels import paged_decode, segments_by_warp
+from fathom.kernels import key_shares, segments_by_warp
 from fathom.kernels import two_segment_attention as two
 
 WIDTH, SLOTS, KEPT = 330, 1600, 3
@@ -77,8 +77,8 @@ def compare(heads, kv_heads, dim, value_dim, rows, cuts):
     want, want_lse = two.two_segment_attention_reference(*given, want_kept)
     sizes = [(keys, values.abs()) for keys, values in (pool, compact)]
     spread, _ = two.two_segment_attention_reference(query, *sizes, table, plan, scale)
-    for shares, pieces in cuts:
-        segments_by_warp.pick_pieces = lambda *_, cut=(shares, pieces): cut
+    for pieces in cuts:
+        segments_by_warp.pick_pieces = lambda *_, pieces=pieces: pieces
         kept = evidence(heads, kv_heads)
         got = two.two_segment_attention(*given, kept)
         assert got[0].dtype == got[1].dtype == torch.float32
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     bf16 = torch.bfloat16
     # The interpreter runs one program after the other.
-    paged_decode.GRID, paged_decode.FEWEST_SPLITS = 16, 2
+    key_shares.PIECES_PER_PROCESSOR = 1
     assert launched(1, 4, 2, 64, bf16, True) and launched(1, 7, 1, 128, bf16, True)
     for other in (
         (2, 4, 2, 64, bf16, True),
@@ -137,10 +137,9 @@ if __name__ == "__main__":
         (1, 4, 2, 64, bf16, False),
     ):
         assert not launched(*other), other
-    cuts = [(3, 7), (2, 1), (8, 40)]
+    cuts = [7, 1, 40]
     done = compare(8, 2, 128, 128, ROWS, cuts)
     done += compare(7, 1, 64, 128, ROWS, cuts[:2])
-    done += compare(2, 2, 128, 64, ROWS[:2], [(1, 1)])
-    # One share, of rows without keys.
-    done += compare(4, 2, 64, 64, ROWS[3:], [(1, 5), (6, 100)])
+    done += compare(2, 2, 128, 64, ROWS[:2], [1])
+    done += compare(4, 2, 64, 64, ROWS[3:], [5, 100])
     print(done, "comparisons")

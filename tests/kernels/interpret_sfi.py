@@ -16,8 +16,8 @@ import interpreter_pace
 import interpreter_scans
 
 from fathom.kernels import (
+    key_shares,
     pack_segment,
-    paged_decode,
     selector_scores,
     stable_top_k,
     two_segment_attention,
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     interpreter_pace.install()
     # The interpreter runs one program after the other. A row of 5000 has three shares.
-    stable_top_k.PARTS, paged_decode.GRID, paged_decode.FEWEST_SPLITS = 4, 32, 4
+    stable_top_k.PARTS, key_shares.PIECES_PER_PROCESSOR = 4, 1
     selector_scores.PARTS, selector_scores.REFINERS = 4, 3
     # By elements once: this is what a GPU is given.
     done = compare_scores(2, 1, 40, [3], [37], PARAMETERS)

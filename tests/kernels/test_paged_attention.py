@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fathom.kernels.extend_attention import merge_segments
-from fathom.kernels.paged_decode import MAX_SPLITS, paged_decode_reference, pick_pieces, pick_splits
-from fathom.kernels.paged_extend import paged_extend_reference
+from fathom.kernels.key_shares import pick_pieces
+from fathom.kernels.paged_decode import paged_decode_reference
+from fathom.kernels.paged_extend import MAX_SPLITS, paged_extend_reference, pick_splits
 
 
 def test_triton_kernels_in_the_interpreter():
@@ -22,7 +23,7 @@ def test_triton_kernels_in_the_interpreter():
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "6 decode and 5 extend cases\n"
+    assert run.stdout == "7 decode and 5 extend cases\n"
 
 
 def test_references_are_pytorchs_attention():
@@ -84,18 +85,14 @@ def test_splits(programs, length, processors, splits):
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "length", "each", "cut"),
+    ("kv_heads", "each", "pieces"),
     [
-        (1, 8, 131072, None, (MAX_SPLITS, 66)),  # of Llama-3.1-8B on an H100: four programs per processor
-        (16, 8, 131072, None, (32, 66)),  # one long request among 16 has 256 of them
-        (256, 8, 131072, None, (8, 66)),
-        (1, 8, 300, None, (5, 66)),  # no more than there are blocks of keys
-        (1, 1, 1, None, (1, 528)),
-        (0, 8, 0, None, (1, 66)),
-        (1, 8, 131072, 3, (MAX_SPLITS, 49)),  # 392 programs of 396, not 400
-        (16, 5, 131072, 2, (51, 52)),
-        (1, 600, 131072, 4, (8, 1)),
+        (8, None, 66),  # of Llama-3.1-8B on an H100: four programs per processor
+        (1, None, 528),
+        (8, 3, 49),  # 392 programs of 396, not 400
+        (5, 2, 52),
+        (600, 4, 1),
     ],
 )
-def test_a_decode_launch_is_cut_by_its_shape(batch, kv_heads, length, each, cut):
-    assert pick_pieces(batch, kv_heads, length, 132, each) == cut
+def test_a_decode_launch_is_cut_by_its_shape(kv_heads, each, pieces):
+    assert pick_pieces(kv_heads, 132, each) == pieces
