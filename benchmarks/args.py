@@ -18,6 +18,8 @@ from fathom.benchmarks.variants import KNOWN, Variant, with_body
 from fathom.demo.corpus import TASKS
 from fathom.server.units import token_count
 
+STARTED = "sglang", "fathom"
+"""Variants by default."""
 SLACK = 64
 """Tokens of context and KV beside prompt and output, per request."""
 
@@ -52,6 +54,17 @@ def _assignment(text: str) -> tuple[str, str]:
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
     return name, value
+
+
+def _url(text: str) -> tuple[str, str]:
+    """`[NAME=]URL` as name and address."""
+    name, equals, url = text.partition("=")
+    name, url = (name, url) if equals and name in KNOWN else ("fathom", text)
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected URL or NAME=URL, NAME of {', '.join(KNOWN)}, URL with http:// or https://"
+        )
+    return name, url
 
 
 def _shape(text: str) -> dict[str, int]:
@@ -92,7 +105,9 @@ def _add_compared(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("what is compared")
     known = ", ".join(KNOWN)
     group.add_argument(
-        "--variants", default="sglang,fathom", metavar="NAME,NAME", help=f"of {known} (default: %(default)s)"
+        "--variants",
+        metavar="NAME,NAME",
+        help=f"of {known} (default: {','.join(STARTED)}, with --url those that it names)",
     )
     group.add_argument(
         "--peer", choices=["vllm"], help="compare with this too; its environment is made at the first use"
@@ -125,6 +140,21 @@ def _add_compared(p: argparse.ArgumentParser) -> None:
         help="JSON of `fathom fidelity` for the same policies, shown beside the ratios to dense; `run` asks first "
         "(--grid all)",
     )
+
+
+def _add_attached(p: argparse.ArgumentParser) -> None:
+    add = p.add_argument_group("servers that run already").add_argument
+    add(
+        "--url",
+        type=_url,
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="a Fathom server that somebody else has started, on any machine: policies alternate on it, nothing "
+        "is started or emptied; sglang=URL and vllm=URL for others beside it; repeatable. Prompts are random "
+        "tokens, with --model, which then only names the tokenizer, questions",
+    )
+    add("--api-key", metavar="KEY", help="that these servers ask for")
 
 
 def _add_model(p: argparse.ArgumentParser) -> None:
@@ -192,7 +222,12 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
         f"end in {TAIL} tokens of their own: for figures of decoding",
     )
     add("--dtype", choices=["bfloat16", "float32"], default=BENCH.dtype, help="default: %(default)s")
-    add("--seed", type=int, default=own.seed, help="of weights and prompts (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        help=f"of weights and prompts (default: {own.seed}; with --url at random: a server may know an earlier "
+        "run's prompts)",
+    )
     add("--quick", action="store_true", help="tiny model, 64-token prompts: a check, not a measurement")
 
 
@@ -221,6 +256,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_studies(p)
     _add_compared(p)
+    _add_attached(p)
     _add_model(p)
     _add_grid(p)
     _add_run(p)
@@ -239,13 +275,27 @@ def _model_shape(args: argparse.Namespace) -> Shape:
     return replace(TINY if args.quick else BENCH, dtype=args.dtype, seed=args.seed, **args.model_shape)
 
 
-def plan(args: argparse.Namespace) -> tuple[Shape, list[Cell], Settings]:
-    """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured."""
+def check_attached(args: argparse.Namespace) -> None:
+    """ValueError for what would have to be said to servers that run already when they are started."""
+    alone = ("peer", "server_flags", "one_server", "draft", "poor_draft", "model_shape", "quick", "fidelity")
+    given = [f"--{name.replace('_', '-')}" for name in alone if getattr(args, name)]
+    if given:
+        raise ValueError(f"{given[0]} is for servers that the bench starts; it goes without --url")
+    if len({name for name, _ in args.url}) < len(args.url):
+        raise ValueError("--url: give each name once")
+
+
+def plan(args: argparse.Namespace, shape: Shape | None = None) -> tuple[Shape, list[Cell], Settings]:
+    """Model, grid and settings that the arguments ask for. ValueError for what cannot be measured.
+
+    Args:
+        shape: the model's, where it is not the arguments that say it.
+    """
     names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "documents", "seed", "limit")
     task = args.task if args.model else ""
     values = {name: getattr(args, name) for name in names}
     settings = Settings(**values, task=task)
-    shape, prompts, batches = _model_shape(args), args.prompts, args.batches
+    shape, prompts, batches = shape or _model_shape(args), args.prompts, args.batches
     if args.quick:
         settings, prompts, batches = replace(settings, output=8, rounds=2), [64], [1, 2]
     if settings.output < 2 or settings.rounds < 1:

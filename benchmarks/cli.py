@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import random
 import shlex
 import sys
 from dataclasses import replace
@@ -13,8 +14,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fathom.benchmarks import combined, liveness, predict, report, servers, sfi_kernels, studies, vllm_env
-from fathom.benchmarks.args import least_tokens, parser, plan, room
+from fathom.benchmarks import (
+    attached,
+    combined,
+    liveness,
+    predict,
+    report,
+    servers,
+    sfi_kernels,
+    studies,
+    vllm_env,
+)
+from fathom.benchmarks.args import STARTED, check_attached, least_tokens, parser, plan, room
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
@@ -24,9 +35,14 @@ from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, with_flags
 
 def chosen_variants(args: argparse.Namespace) -> list[Variant]:
     """The variants in table order: stock, peer, Fathom, further policies."""
-    names = [*args.variants.split(","), *([args.peer] if args.peer else [])]
+    urls = dict(args.url)
+    asked = args.variants.split(",") if args.variants else [*(urls or STARTED)]
+    names = [*asked, *([args.peer] if args.peer else [])]
     if unknown := [name for name in names if name not in KNOWN]:
         raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(KNOWN)}")
+    needed = [*names, *(variant.engine for variant in args.policy)]
+    if urls and (unnamed := [name for name in needed if name not in urls]):
+        raise ValueError(f"--url names no {unnamed[0]} server; it names {', '.join(urls)}")
     variants = {name: variant for name, variant in KNOWN.items() if name in names}
     variants |= {variant.name: variant for variant in args.policy}
     if args.poor_draft:
@@ -90,10 +106,25 @@ def start_all(
     return described
 
 
+def attach_all(variants: list[Variant], args: argparse.Namespace) -> list[servers.Server]:
+    """The servers that `--url` names, one for each variant."""
+    urls = dict(args.url)
+    return [attached.attach(variant, urls[variant.engine], args.api_key) for variant in variants]
+
+
 def measure(
-    running: list[servers.Server], shape: Shape, cells: list[Cell], settings: Settings, prompts: Prompts
+    running: list[servers.Server],
+    shape: Shape,
+    cells: list[Cell],
+    settings: Settings,
+    prompts: Prompts,
+    predicted: bool = True,
 ) -> tuple[list[dict], dict[str, int]]:
-    """All cells as JSON, and the requests sent to each process by its address, with a progress bar."""
+    """All cells as JSON, and the requests sent to each process by its address, with a progress bar.
+
+    Args:
+        predicted: whether the cost model knows such a model.
+    """
     names = [server.variant.name for server in running]
     bases = {server.variant.name for server in running if server.variant.dense}
     done: list[dict] = []
@@ -104,9 +135,8 @@ def measure(
             bar.update()
 
         def record(cell: Cell, turns: list[Turn]) -> None:
-            expected = predict.predictions(
-                [server.variant for server in running], shape, cell, settings, turns
-            )
+            known = [server.variant for server in running] if predicted else []
+            expected = predict.predictions(known, shape, cell, settings, turns)
             found = report.cell_json(cell, settings.output, turns, names, bases)
             done.append({**found, "predictions": expected})
 
@@ -125,8 +155,42 @@ def prompt_source(args: argparse.Namespace, shape: Shape, settings: Settings) ->
     return lambda cell, round_index: random_prompts(cell, settings, shape.vocab, round_index)
 
 
+def run_attached(args: argparse.Namespace, argv: list[str]) -> dict:
+    """The whole measurement on servers that run already. Returns the report."""
+    check_attached(args)
+    running = attach_all(chosen_variants(args), args)
+    asked = {server.url: server for server in running}
+    shape, experts = attached.shape_at(running[0])
+    shape, cells, settings = plan(args, shape)
+    predict.check([server.variant for server in running], shape)
+    result = report.header(argv, shape, settings)
+    result["draft_shares"] = {} if experts else predict.shares_of([s.variant for s in running], shape, cells)
+    identities = {url: liveness.identify(server) for url, server in asked.items()}
+    result["variants"] = [
+        {
+            "name": server.variant.name,
+            "url": server.url,
+            "served_model": server.model,
+            "body": server.variant.body,
+            "identity": identities[server.url],
+        }
+        for server in running
+    ]
+    prompts = prompt_source(args, shape, settings)
+    result["cells"], sent = measure(running, shape, cells, settings, prompts, not experts)
+    for url, server in asked.items():
+        ours = server.variant.engine == "fathom"
+        liveness.check_served(server, sent[url] + (liveness.requests_of(identities[url]) if ours else 0))
+    result["foreign_cpu"] = report.foreign_cpu(result["cells"])
+    return result
+
+
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
     """The whole measurement. Returns the report."""
+    if args.seed is None:
+        args.seed = random.SystemRandom().randrange(1 << 31) if args.url else Settings().seed
+    if args.url:
+        return run_attached(args, argv)
     variants = chosen_variants(args)
     shape, cells, settings = plan(args)
     predict.check(variants, shape)

@@ -128,9 +128,13 @@ async def complete_batch(
     )
 
 
-def open_client(url: str) -> httpx.AsyncClient:
+def open_client(url: str, headers: dict[str, str] | None = None) -> httpx.AsyncClient:
     """A client that waits for a reply as long as `complete` lets it and never goes through a proxy."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     return httpx.AsyncClient(
-        base_url=url, timeout=httpx.Timeout(None, connect=10), limits=limits, trust_env=False
+        base_url=url,
+        headers=headers,
+        timeout=httpx.Timeout(None, connect=10),
+        limits=limits,
+        trust_env=False,
     )

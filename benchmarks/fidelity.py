@@ -18,6 +18,7 @@ import httpx
 from tqdm import tqdm
 
 from fathom.benchmarks import fidelity_files, fidelity_report, liveness, report, servers, stats
+from fathom.benchmarks.attached import attach
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parse
 from fathom.benchmarks.fidelity_checks import check
@@ -127,7 +128,7 @@ class Asker:
         policies = {policy.name: policy for policy in self.policies}
         results: Results = {(cell, name): [] for cell in todo.cells for name in policies}
         total = len(todo.cells) * len(policies) * todo.samples
-        async with open_client(self.server.url) as client:
+        async with open_client(self.server.url, self.server.headers) as client:
             for policy in self.policies:  # not counted: refusals come before the long wait, kernels get warm
                 await self.turn(client, policy, self.asked[todo.cells[0]][:1])
             deadline = time.monotonic() + 60 * self.minutes
@@ -193,29 +194,6 @@ def _start(
     return server, command
 
 
-def _running(url: str) -> servers.Server:
-    """A server that somebody else started and will stop."""
-    return servers.Server(FATHOM, url.rstrip("/"), Path(), None, 0.0)  # type: ignore[arg-type]
-
-
-def _identify(server: servers.Server) -> tuple[dict, str]:
-    """What the server says of itself, and the name it serves its model under."""
-    try:
-        answer = httpx.get(f"{server.url}/fathom/info", timeout=30, trust_env=False)
-        if answer.status_code != 200:
-            why = "asks for a key" if answer.status_code == 401 else "is not a Fathom server"
-            raise BenchError(f"{server.url} {why}: /fathom/info is {answer.status_code}")
-        identity = liveness.identify(server)
-        models = httpx.get(f"{server.url}/v1/models", timeout=30, trust_env=False).json()
-    except httpx.HTTPError as error:
-        raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
-    return identity, models["data"][0]["id"]
-
-
-def _requests(identity: dict) -> int:
-    return sum(engine["steps"]["requests"] for engine in identity["engine"])
-
-
 def ask_server(
     server: servers.Server,
     todo: Grid,
@@ -224,7 +202,7 @@ def ask_server(
     args: argparse.Namespace,
 ) -> tuple[dict, Results]:
     """Ask everything under some policies of the grid, in their share of the time."""
-    identity, name = _identify(server)
+    identity, name = liveness.identify(server), server.model
     minutes = args.minutes * len(policies) / len(todo.policies)
     asker = Asker(server, name, todo, policies, minutes, asked, args)
     sampler = Sampler(server.process.pid) if server.process else None
@@ -232,7 +210,7 @@ def ask_server(
     with sampler or contextlib.nullcontext():
         results = asyncio.run(asker.run())
     seconds = time.monotonic() - start
-    liveness.check_served(server, _requests(identity) + asker.sent)
+    liveness.check_served(server, liveness.requests_of(identity) + asker.sent)
     found = {"identity": identity, "served_model": name, "seconds": round(seconds, 2)}
     if sampler:
         found["foreign_cpu"] = sampler.usage.foreign_cpu
@@ -249,7 +227,7 @@ def ask_servers(
         with servers.stopping() as running:
             about: dict = {"policies": [policy.name for policy in policies]}
             if args.url:
-                server = _running(args.url)
+                server = attach(FATHOM, args.url, args.api_key)
                 about["url"] = server.url
             else:
                 server, about["command"] = _start(running, policies[0], model, asked, args)

@@ -85,6 +85,7 @@ def _add_server(p: argparse.ArgumentParser) -> None:
     add("--model", metavar="PATH", help="a Hugging Face checkpoint with a chat template (default: the demo)")
     add("--draft-model", metavar="PATH", help="its draft model (default: the demo's, with the demo)")
     add("--url", help="a Fathom server that runs already; --model then only names its tokenizer")
+    add("--api-key", metavar="KEY", help="that this server asks for")
     add("--server-flags", default="", metavar="FLAGS", help="further flags for the server that is started")
     add("--dtype", default="auto", help="of that server (default: the checkpoint's)")
     add("--start-limit", type=float, default=300.0, help="seconds its start may take (default: %(default)g)")

@@ -15,12 +15,13 @@ _SGLANG_FACTS = (
 )
 
 
-def _get(server: Server, path: str) -> httpx.Response:
-    return httpx.get(server.url + path, timeout=30, trust_env=False)
+def get(server: Server, path: str) -> httpx.Response:
+    """What a server answers."""
+    return httpx.get(server.url + path, headers=server.headers, timeout=30, trust_env=False)
 
 
 def _fathom(server: Server) -> dict:
-    info = _get(server, "/fathom/info").json()
+    info = get(server, "/fathom/info").json()
     engines = info["engine"]
     for engine in engines or [None]:
         for part in ("scheduler", "worker"):
@@ -33,18 +34,18 @@ def _fathom(server: Server) -> dict:
 
 
 def _sglang_facts(server: Server) -> dict:
-    info = _get(server, "/server_info").json()
+    info = get(server, "/server_info").json()
     return {key: info[key] for key in _SGLANG_FACTS if key in info}
 
 
 def _sglang(server: Server) -> dict:
-    if _get(server, "/fathom/info").status_code != 404:
+    if get(server, "/fathom/info").status_code != 404:
         raise BenchError(f"{server.variant.name}: this is a Fathom server, not stock SGLang")
     return _sglang_facts(server)
 
 
 def _vllm(server: Server) -> dict:
-    version = _get(server, "/version").json()["version"]
+    version = get(server, "/version").json()["version"]
     if not version.startswith(vllm_env.VERSION):
         raise BenchError(f"{server.variant.name}: vLLM {version}, expected {vllm_env.VERSION}")
     return {"version": version}
@@ -58,10 +59,15 @@ def identify(server: Server) -> dict:
     return _PROOFS[server.variant.engine](server)
 
 
+def requests_of(identity: dict) -> int:
+    """Requests that Fathom's own worker has seen."""
+    return sum(engine["steps"]["requests"] for engine in identity["engine"])
+
+
 def check_served(server: Server, sent: int) -> None:
     """BenchError if Fathom's own worker has seen fewer requests than the `sent` that it is credited with."""
     if server.variant.engine == "fathom":
-        seen = sum(engine["steps"]["requests"] for engine in identify(server)["engine"])
+        seen = requests_of(identify(server))
         if seen < sent:
             raise BenchError(f"{server.variant.name}: its worker saw {seen} of {sent} requests")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 
 import httpx
 
-from fathom.benchmarks import client, liveness, stats
+from fathom.benchmarks import attached, client, liveness, stats
 from fathom.benchmarks.client import BenchError, Reply
 from fathom.benchmarks.prompts import TAIL, Cell, Prompts, Settings
 from fathom.benchmarks.servers import Server, wait_quiet
@@ -71,9 +71,9 @@ class Bench:
 
     async def _send(self, name: str, prompts: list[list[int]], output: int) -> list[Reply]:
         server = self.servers[name]
-        if server.process.poll() is not None:
-            raise BenchError(f"{name} ended in mid-run:\n{server.log_tail()}")
+        server.check_alive()
         body, limit, ends = server.variant.body, self.settings.limit, bool(self.settings.task)
+        body = {"model": server.model, **body}
         replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
         self.sent[name] += len(replies)
         return replies
@@ -89,16 +89,20 @@ class Bench:
         if prefixes and not self.settings.documents:
             await self._send(name, prefixes, 2)
         wait_quiet(list(self.servers.values()))
-        if name in self.shared and not self.settings.cached:
+        process = self.servers[name].process
+        if process is not None and name in self.shared and not self.settings.cached:
             await self._forget(name)
-        with Sampler(self.servers[name].process.pid) as sampler:
+        sampler = None if process is None else Sampler(process.pid)
+        with sampler or nullcontext():
             replies = await self._send(name, prompts, output)
         for reply in replies:
             liveness.check_reply(self.servers[name], reply)
+            if process is None and not self.settings.cached:
+                attached.check_fresh(self.servers[name], reply)
             if self.settings.documents:
                 liveness.check_cached(self.servers[name], reply, cell.prompt - 2 * TAIL)
         self.advance(f"{cell.prompt} x{cell.batch} {name}")
-        return Turn(name, round_index, replies, sampler.usage)
+        return Turn(name, round_index, replies, sampler.usage if sampler else Usage())
 
     async def _read_documents(self, longest: Cell) -> None:
         """Each variant's server reads each document once, at the length of the longest cell."""
@@ -126,7 +130,9 @@ class Bench:
         """Measure cell by cell; `record` gets each as soon as it is complete."""
         async with AsyncExitStack() as stack:
             for name, server in self.servers.items():
-                self.clients[name] = await stack.enter_async_context(client.open_client(server.url))
+                self.clients[name] = await stack.enter_async_context(
+                    client.open_client(server.url, server.headers)
+                )
             if self.settings.documents:
                 await self._read_documents(max(cells, key=lambda cell: cell.prompt))
             for cell in cells:

@@ -13,8 +13,10 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 _FORMAT = 1
 """Raised whenever the same shape and seed would give other files than before."""
@@ -49,7 +51,7 @@ class Shape:
     @property
     def kv_bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
-        width = {"bfloat16": 2, "float32": 4}[self.dtype]
+        width = {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
         return 2 * self.layers * self.kv_heads * self.head_dim * width
 
 
@@ -83,21 +85,25 @@ def shape_of(folder: Path) -> Shape:
         ValueError: for a folder without a config of such a model.
     """
     try:
-        config = json.loads((folder / "config.json").read_text())
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return Shape(
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            intermediate=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab=config["vocab_size"],
-            max_position=config["max_position_embeddings"],
-            dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-        )
+        return shape_from(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}: no config.json of a decoder ({type(error).__name__}: {error})") from None
+
+
+def shape_from(config: Mapping[str, Any]) -> Shape:
+    """The shape in a Hugging Face configuration. KeyError for one that lacks a size."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return Shape(
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab=config["vocab_size"],
+        max_position=config["max_position_embeddings"],
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+    )
 
 
 def scrambled(folder: Path, cache: Path) -> Path:

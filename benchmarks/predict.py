@@ -18,13 +18,23 @@ from fathom.runtime import config, cost
 from fathom.runtime.plan import choose_span, choose_tsp_layer
 
 
-def _policy(variant: Variant, shape: Shape) -> config.Policy:
-    return config.choose(variant.policy, None, _limits(shape)).policy
+def _policy(variant: Variant, shape: Shape, turns: list[Turn] | None = None) -> config.Policy:
+    """What a variant asks for, as its server has understood it where there are answers."""
+    accounts = (reply.fathom for turn in turns or [] for reply in turn.replies if reply.fathom)
+    served = next((account["policy"] for account in accounts if "policy" in account), variant.policy)
+    fields = {name: value for name, value in served.items() if name != "preset" or served is variant.policy}
+    return config.choose(fields, None, _limits(variant, shape)).policy
 
 
-def _limits(shape: Shape) -> config.Limits:
-    span = choose_span(shape.layers, None)
-    return config.Limits(shape.layers, span, {}, choose_tsp_layer(shape.layers, span, None) or 0)
+def _limits(variant: Variant, shape: Shape) -> config.Limits:
+    span = choose_span(shape.layers, _number(variant, "--depth-span"))
+    tsp_layer = choose_tsp_layer(shape.layers, span, _number(variant, "--tsp-layer"))
+    return config.Limits(shape.layers, span, {}, tsp_layer or 0)
+
+
+def _number(variant: Variant, flag: str) -> int | None:
+    value = variant.option(flag)
+    return None if value is None else int(value)
 
 
 def _draft(variant: Variant) -> cost.ModelShape | None:
@@ -77,10 +87,12 @@ def _counts(turns: list[Turn], *names: str) -> list[float]:
     return [sum(report.get(name, 0) for report in reports) for name in names]
 
 
-def _slow_fast(policy: config.Policy, turns: list[Turn]) -> cost.SlowFast:
+def _slow_fast(variant: Variant, policy: config.Policy, turns: list[Turn]) -> cost.SlowFast:
     """Fast steps as the answers counted them: how many there are depends on the text."""
     slow, fast = _counts(turns, "slow_steps", "fast_steps")
     found = cost.SlowFast(slow_share=slow / (slow + fast)) if slow + fast else cost.SlowFast()
+    sizes = {name: _number(variant, f"--sfi-{name}") for name in ("sink", "recent", "selected")}
+    found = replace(found, **{name: size for name, size in sizes.items() if size is not None})
     for name, field in (("sfi_budget", "selected"), ("sfi_window", "recent")):
         if isinstance(value := getattr(policy, name, None), int):
             found = replace(found, **{field: value})
@@ -117,17 +129,17 @@ def _reported(turns: list[Turn]) -> float | None:
 def _expected(
     variant: Variant, shape: Shape, cell: Cell, settings: Settings, turns: list[Turn]
 ) -> dict[str, float | None]:
-    policy, draft = _policy(variant, shape), _draft(variant)
+    policy, draft = _policy(variant, shape, turns), _draft(variant)
     found: dict[str, float | None] = dict.fromkeys(("ttft", "appendix_e", "tpot", "tpot_kv", "kv"))
     rate = policy.prefill_keep_rate
     if not isinstance(rate, str) and not settings.task:
-        slow_fast = _slow_fast(policy, turns) if policy.decode == "slow_fast" else cost.SlowFast()
+        slow_fast = _slow_fast(variant, policy, turns) if policy.decode == "slow_fast" else cost.SlowFast()
         plan = cost.policy_plan(
             policy,
             shape.layers,
             cell.prompt,
             draft=draft,
-            tsp_layer=_limits(shape).tsp_layer,
+            tsp_layer=_limits(variant, shape).tsp_layer,
             slow_fast=slow_fast,
         )
         model = cost.ModelShape.from_config(config_json(shape))

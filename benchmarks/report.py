@@ -166,7 +166,8 @@ def table(report: dict) -> str:
         at = [str(cell["prompt_tokens"]), str(cell["batch"])]
         for name, values in cell["summary"].items():
             shown = [_spread(values[m], scale, digits) for m, (scale, _, digits) in _UNITS.items()]
-            times.append([*at, name, *shown, f"{values['pss_peak'] / 2**30:.2f}"])
+            memory = f"{values['pss_peak'] / 2**30:.2f}" if values["pss_peak"] else "–"
+            times.append([*at, name, *shown, memory])
         for pair, values in cell["ratios"].items():
             same = cell["same_text"][pair]
             shown = [_spread(values[m], 1.0, 2) for m in METRICS]
@@ -230,11 +231,24 @@ def _growth(cells: list[dict]) -> list[str]:
     ]
 
 
+def _places(report: dict) -> str:
+    """Where servers ran that the bench has not started, and that it asked them from here."""
+    devices: dict[str, str] = {}
+    for variant in report["variants"]:
+        if url := variant.get("url"):
+            engines = variant["identity"].get("engine") or [{}]
+            devices[url] = ", ".join(dict.fromkeys(engine.get("device") or "?" for engine in engines))
+    return "".join(f"{url} on {device}; " for url, device in devices.items()) + (
+        "asked from " if devices else ""
+    )
+
+
 def notes(report: dict) -> list[str]:
     """Lines under the table: what it was measured on, and a warning if the machine was not quiet."""
     machine, foreign = report["hardware"], report["foreign_cpu"]
+    there = _places(report)
     lines = [
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB; "
+        f"{there}{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB; "
         f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
         f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
     ]

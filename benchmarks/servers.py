@@ -12,13 +12,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
 
-from fathom.benchmarks.client import BenchError
+from fathom.benchmarks.client import MODEL_NAME, BenchError
 from fathom.benchmarks.usage import cpu_seconds, tree
 from fathom.benchmarks.variants import Variant
 
@@ -66,14 +66,28 @@ def _die_with_parent() -> None:
 
 @dataclass
 class Server:
-    """A started server. `started` is its start-up in seconds once `wait_ready` returned."""
+    """A started server, or one that somebody else has started.
+
+    Attributes:
+        process: None for somebody else's.
+        started: its start-up in seconds once `wait_ready` returned.
+        model: the name it serves its model under.
+        headers: of every request.
+    """
 
     variant: Variant
     url: str
     log: Path
-    process: subprocess.Popen
+    process: subprocess.Popen | None
     born: float
     started: float = 0.0
+    model: str = MODEL_NAME
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def check_alive(self) -> None:
+        """BenchError if its process has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            raise BenchError(f"{self.variant.name} ended in mid-run:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -81,7 +95,7 @@ class Server:
     def wait_ready(self, limit: float) -> None:
         """Return once /health says 200; BenchError with the log's end if the process ends or time is up."""
         while time.monotonic() - self.born < limit:
-            if self.process.poll() is not None:
+            if self.process is not None and self.process.poll() is not None:
                 raise BenchError(
                     f"{self.variant.name} ended at start ({self.process.returncode}):\n{self.log_tail()}"
                 )
@@ -150,7 +164,7 @@ def stopping() -> Iterator[list[Server]]:
         try:
             yield servers
         finally:
-            stop([server.process for server in servers])
+            stop([server.process for server in servers if server.process is not None])
 
 
 def wait_quiet(servers: list[Server], limit: float = 10.0, share: float = 0.1) -> None:
@@ -159,8 +173,8 @@ def wait_quiet(servers: list[Server], limit: float = 10.0, share: float = 0.1) -
     Some spin for a while after their last request. BenchError if they still do after `limit` seconds.
     """
     deadline = time.monotonic() + limit
-    pids = {server.process.pid for server in servers}
-    while True:
+    pids = {server.process.pid for server in servers if server.process is not None}
+    while pids:
         processes = [member for pid in pids for member in tree(pid)]
         before, at = cpu_seconds(processes), time.monotonic()
         time.sleep(0.2)

@@ -215,6 +215,7 @@ class Soak:
         return outcome
 
     async def _watch(self) -> None:
+        assert self.server.process is not None  # the soak has started it
         begin, members = time.monotonic(), usage.tree(self.server.process.pid)
         while True:
             self.memory.append((round(time.monotonic() - begin, 1), usage.rss(members)))

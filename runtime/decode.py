@@ -254,8 +254,9 @@ class SlowFast:
         return recent, 0 if reading.rule == NONE else selected, seed
 
     def report(self) -> dict:
-        """Buffers, their bytes on all devices, and counters (JSON-safe)."""
+        """What a fast step reads, buffers, their bytes on all devices, and counters (JSON-safe)."""
         return {
+            **{name: getattr(self.config, name) for name in ("sink", "recent", "selected")},
             "buffers": self.runs.count,
             "buffers_in_use": len(self.runs),
             "buffer_bytes": self.runs.shape.bytes * self.shape.devices,

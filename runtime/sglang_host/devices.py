@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 
+def name_of(device: str) -> str:
+    """A device as its maker calls it; "CPU" for a machine without one."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
+
+
 def heads_of(config: "ModelConfig", devices: int) -> tuple[int, int]:
     """Query heads and KV heads on each of so many devices; where there are fewer KV heads, one is on several."""
     return config.num_attention_heads // devices, config.get_num_kv_heads(devices)

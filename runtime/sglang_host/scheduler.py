@@ -220,6 +220,7 @@ class FathomScheduler(Scheduler):
             "replayed_steps": getattr(runner.decode_cuda_graph_runner, "replayed", {}),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
+            "device": devices.name_of(runner.device),
             "sglang": sglang.__version__,
             "seams": len(seams.rows("scheduler")),
             "lacking": self._lacking(),

@@ -21,11 +21,12 @@ parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--first", type=float, default=0.0)
 parser.add_argument("--each", type=float, default=0.0)
 parser.add_argument("--lie", default="")
+parser.add_argument("--model", default="")
 args = parser.parse_args()
 
 SCHEDULER = "sglang.Scheduler" if args.lie == "stock scheduler" else "fathom.runtime.host.FathomScheduler"
 served = 0
-earlier: list[list[int]] = []
+earlier: dict[str, list[list[int]]] = {}
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 
 
@@ -40,46 +41,63 @@ async def server_info(request):
 async def fathom_info(request):
     requests = 0 if args.lie == "idle worker" else served
     engine = {"scheduler": SCHEDULER, "worker": "fathom.runtime.host.W", "steps": {"requests": requests}}
-    engine["pid"] = os.getpid()
+    engine |= {"pid": os.getpid(), "device": "NVIDIA H200", "draft": {"model": args.model}}
+    engine |= {"fastkv": {"tsp_layer": 1}, "slow_fast": {"sink": 2, "recent": 3, "selected": 4}}
     return JSONResponse({"engine": [engine], "policy": {}, "versions": {}})
 
 
-def report(body):
+def report(body, common):
     """Half of the prompt is kept when a policy asks for anything."""
     n = len(body["prompt"])
     kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
     tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
-    cached = common_with_earlier(body["prompt"]) if args.lie != "no cache" else 0
+    cached = common if args.lie != "no cache" else 0
     return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_read_tokens": 0, "draft_tokens": 0}
 
 
-def common_with_earlier(prompt):
-    """Tokens at the beginning that some earlier prompt began with too."""
-    found = 0
-    for other in earlier[:-1]:
+def policy_of(body):
+    return "" if args.lie == "one cache" else json.dumps(body.get("fathom", {}))
+
+
+def common_with_earlier(body):
+    """Tokens at the beginning that some earlier prompt under this policy began with too."""
+    found, prompt = 0, body["prompt"]
+    for other in earlier.get(policy_of(body), []):
         same = next((i for i, (a, b) in enumerate(zip(other, prompt, strict=False)) if a != b), len(other))
         found = max(found, same)
     return found
 
 
-async def stream(body):
+async def stream(body, common):
     count = body["max_tokens"]
     for i in range(count):
         await asyncio.sleep(args.each if i else args.first)
         ends = args.engine == "fathom" and i == count - 1 and args.lie != "no report"
-        last = {"fathom": report(body)} if ends else {}
+        last = {"fathom": report(body, common)} if ends else {}
         yield f"data: {json.dumps({'choices': [{'text': f' w{i}'}], **last})}\n\n"
     usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
     yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+
+
+async def models(request):
+    if args.lie == "a key" and request.headers.get("authorization") != "Bearer secret":
+        return PlainTextResponse("", status_code=401)
+    return JSONResponse({"data": [{"id": "theirs"}]})
+
+
+async def model_info(request):
+    return JSONResponse({"model_path": args.model})
 
 
 async def completions(request):
     global served
     served += 1
     body = await request.json()
+    print(f"of {body['model']}", flush=True)
     print(f"asked {len(body['prompt'])}", flush=True)
-    earlier.append(body["prompt"])
-    return StreamingResponse(stream(body), media_type="text/event-stream")
+    common = common_with_earlier(body)
+    earlier.setdefault(policy_of(body), []).append(body["prompt"])
+    return StreamingResponse(stream(body, common), media_type="text/event-stream")
 
 
 async def flush(request):
@@ -92,6 +110,8 @@ routes = [
     Route("/flush_cache", flush, methods=["POST"]),
     Route("/health", health),
     Route("/server_info", server_info),
+    Route("/v1/models", models),
+    Route("/model_info", model_info),
     Route("/v1/completions", completions, methods=["POST"]),
 ]
 if args.engine == "fathom":

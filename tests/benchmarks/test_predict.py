@@ -152,3 +152,23 @@ def test_a_preset_may_need_a_draft():
     assert with_body("x", {"preset": "turbo"}).drafted
     assert not with_body("x", {"preset": "exact"}).drafted
     assert not with_body("x", {"preset": "turbo", "prefill_keep_rate": 1.0, "speculative": False}).drafted
+
+
+def test_predictions_are_of_the_policy_that_the_server_ran_under():
+    """A preset's numbers, and what the operator tuned, are the server's to say."""
+    asked = with_body("x", {"preset": "balanced"})
+    served = {**vars(config.Policy()), "preset": "balanced", "depth_cutoff": 4, "kv_retention_rate": 0.5}
+    turns = [turn("x", policy=served)]
+    found = predict.predictions([FATHOM, asked], BENCH, CELL, SETTINGS, turns)["fathom/x"]
+    want = of_plan(speed=Speed(4), fastkv=FastKV(8, 1.0, 0.5))
+    assert (found["ttft"], found["tpot"], found["kv"]) == (want.ttft, want.tpot, want.kv)
+
+
+def test_sizes_are_those_that_the_server_was_started_with():
+    flags = ["--sfi-sink", "8", "--sfi-recent", "64", "--sfi-selected", "500"]
+    found = expected({"decode": "slow_fast"}, flags=flags)
+    assert found["tpot"] == of_plan(slow_fast=SlowFast(0.25, 8, 64, 500)).tpot
+    found = expected({"tsp_rate": 0.2, "kv_retention_rate": 0.1}, flags=["--tsp-layer", "4"])
+    assert found["ttft"] == of_plan(fastkv=FastKV(4, 0.2, 0.1)).ttft
+    with pytest.raises(config.PolicyError, match="multiple of 8"):
+        predict.check([with_flags(with_body("half", {"depth_cutoff": 4}), ["--depth-span", "8"])], BENCH)

@@ -1,0 +1,98 @@
+"""Servers that somebody else has started and will stop: `--url`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fathom.benchmarks import liveness
+from fathom.benchmarks.client import BenchError, Reply
+from fathom.benchmarks.model import Shape, shape_from
+from fathom.benchmarks.servers import Server
+from fathom.benchmarks.variants import Variant, with_flags
+
+KNOWN_SHARE = 1 / 16
+"""Of a prompt that may be in the prefix cache before it is asked: what all chats begin with."""
+
+
+def attach(variant: Variant, url: str, key: str | None = None) -> Server:
+    """A server that runs, as the one of a variant.
+
+    Args:
+        key: the API key that it asks for.
+
+    Raises:
+        BenchError: when nobody answers, it asks for a key, or it is not the engine that the variant names.
+    """
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    server = Server(variant, url.rstrip("/"), Path(), None, 0.0, headers=headers)
+    if variant.engine == "fathom":
+        server.variant = with_flags(variant, _told(_get(server, "/fathom/info")))
+    server.model = _get(server, "/v1/models")["data"][0]["id"]
+    return server
+
+
+def _get(server: Server, path: str) -> dict[str, Any]:
+    try:
+        answer = liveness.get(server, path)
+    except httpx.HTTPError as error:
+        raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
+    if answer.status_code != 200:
+        why = "asks for a key" if answer.status_code == 401 else f"is not a {server.variant.engine} server"
+        raise BenchError(f"{server.url} {why}: {path} is {answer.status_code}")
+    return answer.json()
+
+
+def _told(info: dict[str, Any]) -> list[str]:
+    """What a server says of itself, as the flags that the cost model looks at."""
+    engine: dict[str, Any] = next(iter(info["engine"] or []), {})
+    draft, fastkv, slow_fast = (engine.get(part) or {} for part in ("draft", "fastkv", "slow_fast"))
+    pages = (engine.get("kv_pool") or {}).get("depth_pages") or {}
+    values = {
+        "--draft-model-path": draft.get("model"),
+        "--tsp-layer": fastkv.get("tsp_layer"),
+        "--depth-span": pages.get("span"),
+        **{f"--sfi-{size}": slow_fast.get(size) for size in ("sink", "recent", "selected")},
+    }
+    return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+
+
+def shape_at(server: Server) -> tuple[Shape, bool]:
+    """The shape of the model that a server has, for prompts and the cost model; whether it has experts.
+
+    Raises:
+        BenchError: when its configuration cannot be read here.
+    """
+    path = _get(server, "/model_info")["model_path"]
+    config = _config(path)
+    experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    try:
+        return shape_from(config), experts
+    except KeyError as error:
+        raise BenchError(f"{server.url}: the configuration of {path} has no {error}") from None
+
+
+def _config(path: str) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    try:
+        if file.is_file():
+            return json.loads(file.read_text())
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(path).get_text_config().to_dict()
+    except (OSError, ValueError) as error:
+        raise BenchError(
+            f"the configuration of the server's model {path} cannot be read here: {error}"
+        ) from None
+
+
+def check_fresh(server: Server, reply: Reply) -> None:
+    """BenchError for an answer whose prompt the server knew before: its time to first token means nothing."""
+    if reply.fathom is not None and reply.fathom["cached_tokens"] > reply.prompt_tokens * KNOWN_SHARE:
+        raise BenchError(
+            f"{server.variant.name}: {reply.fathom['cached_tokens']} of {reply.prompt_tokens} tokens were in the "
+            "prefix cache; two policies that are the same, or the --seed of an earlier run"
+        )
