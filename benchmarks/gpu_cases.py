@@ -371,4 +371,5 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("span_tables", tables, ({}, {"page": 16})),
 )
 if torch.cuda.is_available() and importlib.util.find_spec("flashinfer"):
-    OPERATIONS += (Operation("flashinfer_extend", flashinfer_extend, (), (Form(f"chunk of {CHUNK}"),)),)
+    of_chunks = Form(f"chunk of {CHUNK}"), Form(f"chunk of {CHUNK}, gathered", {"gathered": True})
+    OPERATIONS += (Operation("flashinfer_extend", flashinfer_extend, (), of_chunks),)
