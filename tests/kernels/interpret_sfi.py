@@ -97,12 +97,78 @@ def compare_top_k(n: int) -> int:
     end, budget = torch.maximum(begin, torch.randint(0, n + 1, (3, 1))), torch.randint(0, n + 3, (3, 2))
     end[0], begin[0] = n, 0
     width = int(budget.max())
+    return same_top_k(scores, begin, end, budget, width)
+
+
+def same_top_k(scores: torch.Tensor, begin, end, budget, width: int) -> int:
     indices, counts = stable_top_k.stable_top_k(scores, begin, end, budget, width)
     want = stable_top_k.stable_top_k_reference(scores, begin, end, budget)
-    got = [row[:count].tolist() for row, count in zip(indices.flatten(0, 1), counts.flatten(), strict=True)]
-    assert got == want
+    rows = zip(indices.flatten(0, -2), counts.flatten(), strict=True)
+    assert [row[:count].tolist() for row, count in rows] == want
     assert (indices[torch.arange(width) >= counts.unsqueeze(-1)] == -1).all()
     return 1
+
+
+class Taken:
+    """The launch that takes; remembers how many scores had reached each row's cut, and the room for them.
+
+    Only those of some rows are still there.
+    """
+
+    def __init__(self, kernel, rows: list[int]):
+        self.kernel, self.rows = kernel, rows
+
+    def __getitem__(self, grid):
+        def launch(scores, *given, **constants):
+            *_, self.room, self.found = given[4].T.tolist()
+            left = torch.full_like(scores, float("nan"))
+            left[self.rows] = scores[self.rows]
+            return self.kernel[grid](left, *given, **constants)
+
+        return launch
+
+
+def compare_collected(n: int, k: int, few: list[int]) -> int:
+    """Rows of which a part is collected, and two whose samples mislead; ``few``: where it is too little."""
+    found = torch.randn(14, n, generator=torch.Generator().manual_seed(0))
+    index, some = torch.arange(n), torch.arange(stable_top_k.SAMPLES)
+    begin, end = torch.full((14,), 3), torch.full((14,), n - 2)
+    tile = stable_top_k.TILE
+    begin[1], end[1] = 0, n
+    # From and to where the memory's fours do not begin: one word of 31, and one tile more than the candidates fill.
+    end[4] = (n - 8) // 32 * 32 - 1
+    begin[6] = 3 + -6 * n % 4
+    end[6] = begin[6] + (n - 8) // tile * tile
+    sampled = 3 + stable_top_k._sampled.fn(some, n - 5, stable_top_k.SAMPLES)
+    assert (((sampled - 3) * len(some) // (n - 5) - some).abs() <= 1).all()
+    assert (sampled.diff() > 0).all() and sampled[-1] < n - 2
+    found[2] = (found[2] > 0.5).float()
+    found[3] = torch.where(found[3] > 0, 0.0, -0.0)
+    found[4] = torch.where(index % 9 == 0, -1.0, float("-inf"))
+    found[5] = float("inf")
+    found[6], found[7] = index, -index
+    found[8, n // 2 : n // 2 + k + 9] += 10  # in one tile or two
+    found[9] += 10 * ((index + 1) % tile < 2)  # the last and the first of each tile
+    found[10, 10:13] = torch.tensor([float("inf"), 3e38, -3e38])
+    found[10, 20] = float("-inf")
+    found[11, sampled] = 9.0  # what so many samples reach, no other score does
+    found[12] = 1 + (index % 7) / 7
+    found[12, sampled] = 0.0  # all others reach it
+    found[13] = found[13].abs() * 1e-42
+    within = (index >= begin[:, None]) & (index < end[:, None])
+    found = torch.where(within, found, float("inf"))
+    found[0, :3] = float("nan")
+    budget = torch.full((14,), k)
+    budget[0] = k // 2
+    stable_top_k._take_kernel = taken = Taken(kernel := stable_top_k._take_kernel, [*few, 12])
+    done = same_top_k(found, begin, end, budget, k)
+    capacity = 2 * k + stable_top_k.SAMPLES + 7
+    assert [row for row in range(14) if taken.found[row] < budget[row]] == few, taken.found
+    assert [row for row in range(14) if taken.room[row] > capacity] == [12], taken.room
+    stable_top_k._take_kernel = kernel
+    # As memory whose first number is not at a multiple of 16 bytes.
+    apart = torch.empty(found.numel() + 1)[1:].view(found.shape).copy_(found)
+    return done + same_top_k(apart[:3], begin[:3], end[:3], budget[:3], k)
 
 
 def compare_attention(
@@ -178,11 +244,15 @@ if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
     torch.manual_seed(0)
     interpreter_pace.install()
-    # The interpreter runs one program after the other. A row of 5000 has three shares.
-    stable_top_k.PARTS, key_shares.PIECES_PER_PROCESSOR = 4, 1
+    # As a GPU is given it.
+    done = compare_collected(9000, 300, [])
+    # The interpreter runs one program after the other.
+    key_shares.PIECES_PER_PROCESSOR = 1
+    stable_top_k.SAMPLES, stable_top_k.TILE, stable_top_k.PARTS, stable_top_k.GROUP = 256, 256, 3, 8
+    stable_top_k.HELD, stable_top_k.BLOCK = 512, 256
     selector_scores.PARTS, selector_scores.REFINERS = 4, 3
     # By elements once: this is what a GPU is given.
-    done = compare_scores(2, 1, 40, [3], [37], PARAMETERS)
+    done += compare_scores(2, 1, 40, [3], [37], PARAMETERS)
     interpreter_scans.install()
     done += compare_scores(2, 3, 600, [4, 4, 0, 9], [600, 90, 0, 10], PARAMETERS)
     done += compare_scores(3, 1, 200, [0], [200], PARAMETERS)
@@ -194,5 +264,5 @@ if __name__ == "__main__":
     done += compare_attention(1, 8, 4, 16, 16, torch.float32, copies=2)
     done += compare_attention(2, 8, 8, 16, 16, torch.float32)
     done += compare_packing(16, 16, 4) + compare_packing(20, 8, 0)
-    done += compare_top_k(1) + compare_top_k(300) + compare_top_k(5000)
+    done += sum(map(compare_top_k, (1, 700, 1000, 5000))) + compare_collected(3001, 100, [11])
     print(done, "comparisons")
