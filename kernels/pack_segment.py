@@ -77,12 +77,14 @@ def _pack_kernel(
     """Program (request and KV head, block of tokens)."""
     e, h = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     row = tl.load(rows + e).to(tl.int64)
+    if row < 0:
+        return
     place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     chosen = (place >= sink) & (place < sink + width)
     at = tl.program_id(0).to(tl.int64) * width + place - sink
     entry = tl.load(indices + at, mask=chosen, other=-1)
     entry = tl.where(place < sink, place, entry)
-    there = tl.where(row >= 0, entry, -1) >= 0
+    there = entry >= 0
     source = tl.load(table + row * stride_table + entry, mask=there, other=0).to(tl.int64)
     target = tl.load(start + e).to(tl.int64) + place
     d = tl.arange(0, DIM_P)

@@ -146,8 +146,11 @@ def _statistics_kernel(
     """Maximum and sum of exponentials of each query row over one part of the candidates."""
     pair, part = tl.program_id(0), tl.program_id(1)
     request = pair // kv_heads
+    low, high = tl.load(begin + request), tl.load(end + request)
+    if low >= high:
+        return
     width = tl.load(pitch) if THERE else pitch
-    first, last = _part(tl.load(begin + request), tl.load(end + request), part, PARTS, BLOCK)
+    first, last = _part(low, high, part, PARTS, BLOCK)
     row = tl.arange(0, ROWS)
     source = logits + (pair.to(tl.int64) * rows + row[:, None]) * width
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -174,8 +177,10 @@ def _mixture_kernel(
     """Evidence and prior before their normalisation, and the sums that it and the fusion weight need."""
     pair, part = tl.program_id(0), tl.program_id(1)
     request = pair // kv_heads
-    width = tl.load(pitch) if THERE else pitch
     low, high = tl.load(begin + request), tl.load(end + request)
+    if low >= high:
+        return
+    width = tl.load(pitch) if THERE else pitch
     first, last = _part(low, high, part, PARTS, BLOCK)
     row, parts = tl.arange(0, ROWS), tl.arange(0, PARTS)
     base = stats + (pair * PARTS + parts[:, None]) * 2 * ROWS + row[None, :]
@@ -245,8 +250,10 @@ def _refine_kernel(
     place to the end of a run, of whole runs, and from the start of a run to its last place.
     """
     request = tl.program_id(0)
-    width = tl.load(pitch) if THERE else pitch
     low, high = tl.load(begin + request).to(tl.int32), tl.load(end + request).to(tl.int32)
+    if low >= high:
+        return
+    width = tl.load(pitch) if THERE else pitch
     head, parts = tl.arange(0, HEADS), tl.arange(0, PARTS)
     real = head < kv_heads
     base = sums + (request * kv_heads + head[:, None]) * 5 * PARTS + parts[None, :]
