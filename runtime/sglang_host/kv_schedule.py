@@ -150,13 +150,18 @@ class DepthPrefillAdder(PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> float:
-        left = super().rem_total_tokens / self._share + self._saved
+        left = (super().rem_total_tokens + self._not_virtual()) / self._share + self._saved
         return min(left, self._virtual_left(self.rem_total_token_offset))
 
     @property
     def cur_rem_tokens(self) -> float:
-        left = super().cur_rem_tokens / self._share + self._saved
+        left = (super().cur_rem_tokens + self._not_virtual()) / self._share + self._saved
         return min(left, self._virtual_left(self.cur_rem_token_offset))
+
+    def _not_virtual(self) -> int:
+        """Tokens that the physical pages hold and SGLang's count, which the virtual slots bound too, leaves out."""
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.dense_size(allocator.memory.pool.free) - allocator.available_size()
 
     def _virtual_left(self, charged: int) -> int:
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
@@ -226,17 +231,34 @@ class DepthPrefillAdder(PrefillAdder):
 
 
 def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
-    """The longest a request can get (prompt and generated tokens) and still be admitted into an empty pool."""
+    """The longest a request can get (prompt and generated tokens) and still be admitted into an empty pool, also
+    when it comes back after it was taken out."""
     size, pages = allocator.page_size, allocator.memory.pool.total
+    room, beyond = pages // plan.spans * size, _counted_beyond(allocator, plan, prompt)
     # One page to spare, as SGLang's admission wants it: a virtual one, and a physical one per span.
     low, high = 0, min(max(allocator.virtual_pages - 2, 0) * size, 1 << 31)
     while low < high:
         middle = (low + high + 1) // 2
-        if pages_held(plan, middle, prompt, size) + plan.spans < pages:
+        fits = pages_held(plan, middle, prompt, size) + plan.spans < pages
+        if fits and (middle <= prompt or middle + beyond < room):
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _counted_beyond(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
+    """What SGLang's admission counts beyond a request's tokens, generated ones included, before it lets it in.
+
+    What has to be computed is rounded up to whole tokens at all depths, and there is a page to spare, or, where
+    requests ignore their end and nothing is cached, a token. How much there is when a request comes back decides
+    what is rounded: the worst of a page's worth.
+    """
+    size, found = allocator.page_size, []
+    for length in range(prompt, prompt + size):
+        taken = _dense_tokens(pages_held(plan, length, prompt, size), allocator)
+        found += [taken - pages_of(length, size) * size + size, taken - length + 1]
+    return max(found)
 
 
 def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | None:
@@ -250,7 +272,9 @@ def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | Non
             f"The prompt of {prompt} tokens needs {virtual} virtual KV pages of {size} tokens; the pool has "
             f"{allocator.virtual_pages} (--shallow-factor). Use a shorter input."
         )
-    needed = pages_held(plan, prompt + 1, prompt, size) + plan.spans + 1
+    held = pages_held(plan, prompt + 1, prompt, size) + plan.spans + 1
+    counted = -(-(prompt + 2 + _counted_beyond(allocator, plan, prompt)) // size) * plan.spans
+    needed = max(held, counted)
     return (
         f"The prompt of {prompt} tokens needs {needed} KV pages ({size} tokens x {plan.span} layers each); "
         f"the pool has {allocator.memory.pool.total}. Use a shorter input."

@@ -1,5 +1,6 @@
 """What a request's policy and length come to: its place in the prefix cache, and the pool that it fits into."""
 
+import contextlib
 import itertools
 import re
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from fathom.runtime import cost
 from fathom.runtime.config import Limits, Policy, PolicyError, choose
@@ -78,27 +80,78 @@ def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts)
         assert depths.keys() == {policy.fingerprint()}
 
 
-@given(FIELDS, LENGTHS, st.sampled_from([1, 4, 16]), st.integers(1, 600), st.integers(1, 80))
-@settings(max_examples=80)
-def test_the_longest_that_fits_is_the_longest_that_fits(fields, prompt, size, pages, virtual):
+class EmptyPool:
+    """Of depth pages, all of them free, as admission asks it."""
+
+    def __init__(self, plan, size, pages, virtual_pages):
+        self.page_size, self.virtual_pages, self.plan_of = size, virtual_pages, lambda _: plan
+        self.memory = SimpleNamespace(pool=SimpleNamespace(total=pages, free=pages), spans=plan.spans)
+
+    def virtual_size(self):
+        return self.virtual_pages * self.page_size
+
+    def dense_size(self, pages):
+        return pages // self.memory.spans * self.page_size
+
+    def available_size(self):
+        return min(self.virtual_size(), self.dense_size(self.memory.pool.free))
+
+
+class NoCache:
+    """The tree of a server without a prefix cache; ``disable`` is what SGLang asks before it counts by itself."""
+
+    def __init__(self, disable):
+        self.disable = disable
+
+    def __getattr__(self, name):
+        return lambda *_: name == "is_chunk_cache" and 1
+
+
+def is_let_in(pool, request, out, new, counts):
+    """Whether SGLang's admission has room for a request that has so many of its new tokens already.
+
+    ``counts``: by what they still may get, as it does of requests which ignore their end, without a prefix cache.
+    """
+    full = len(request.origin_input_ids) + out
+    request.sampling_params.max_new_tokens, request.sampling_params.ignore_eos = new, counts
+    request.output_ids, request.full_untruncated_fill_ids, request.prefix_indices = [7] * out, [7] * full, []
+    request.kv, request.last_node = SimpleNamespace(holds_kv=False), None
+    request.host_hit_length = request.swa_host_hit_length = 0
+    adder = kv_schedule.DepthPrefillAdder(
+        pool.page_size, NoCache(counts), pool, None, 0.5, 1 << 30, 1 << 30, max_running_requests=9
+    )
+    found = []
+    adder._lock_node = lambda _: contextlib.nullcontext()
+    for name in ("_check_prefill_tile_budget", "_select_prefill_admission", "_update_prefill_budget"):
+        setattr(adder, name, lambda *_, **__: found.append(True))
+    with contextlib.suppress(AttributeError):  # behind the question whether there is room
+        return adder.add_one_req(request, False, truncation_align_size=None) != AddReqResult.NO_TOKEN
+    return bool(found)
+
+
+@given(FIELDS, LENGTHS, st.sampled_from([1, 4, 16]), st.integers(1, 600), st.integers(2, 80))
+@settings(max_examples=150)
+def test_the_longest_that_fits_is_the_longest_that_is_let_in(fields, prompt, size, pages, virtual):
+    """Whenever it comes, and comes back."""
     request = Request(policy_of(fields), prompt, [])
     plan = requests.plan_of(request, LAYERS, SPAN)
 
     def pool_of(total, virtual_pages):
-        memory = SimpleNamespace(pool=SimpleNamespace(total=total))
-        return SimpleNamespace(
-            page_size=size, virtual_pages=virtual_pages, memory=memory, plan_of=lambda _: plan
-        )
+        return EmptyPool(plan, size, total, virtual_pages)
 
-    # One page stays free, and one more: of the virtual ones, and of the physical ones one per span.
-    fitting = [
-        n
-        for n in range(virtual * size + 1)
-        if pages_held(plan, n, prompt, size) + plan.spans < pages and -(-n // size) + 1 < virtual
-    ]
     pool = pool_of(pages, virtual)
     longest = kv_schedule.most_tokens(pool, plan, prompt)
-    assert longest == max(fitting, default=0)
+    assert pages_held(plan, longest, prompt, size) <= pages and longest < virtual * size
+    for out in range(longest - prompt):
+        for counts in (False, True):
+            assert is_let_in(pool, request, out, longest - prompt, counts), (out, longest, counts)
+    # It is told to within a page.
+    longer = longest + size
+    if longer > prompt and -(-longer // size) + 1 < virtual:
+        held = pages_held(plan, longer, prompt, size) + plan.spans >= pages
+        new, ways = longer - prompt, (False, True)
+        let_in = (is_let_in(pool, request, out, new, counts) for out in range(new) for counts in ways)
+        assert held or not all(let_in)
     refused = kv_schedule.refuse_what_never_fits(pool, request)
     assert (refused is None) == (longest > prompt)
     if refused is not None:
