@@ -244,7 +244,7 @@ def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv
     result = {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["fathom", "fidelity", *argv]),
+        "command": report.command_line("fidelity", argv),
         "hardware": report.hardware(),
         "versions": report.versions(),
         "git": report.git_state(),

@@ -76,12 +76,21 @@ def git_state() -> dict | None:
         return None
 
 
+def command_line(name: str, argv: list[str]) -> str:
+    """A command as it was given, without the key that servers ask for."""
+    words = [
+        "…" if before == "--api-key" else "--api-key=…" if word.startswith("--api-key=") else word
+        for before, word in zip(["", *argv], argv, strict=False)
+    ]
+    return shlex.join(["fathom", name, *words])
+
+
 def header(argv: list[str], shape: Shape, settings: Settings) -> dict:
     """Everything that is known before the first measurement."""
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["fathom", "bench", *argv]),
+        "command": command_line("bench", argv),
         "hardware": hardware(),
         "versions": versions(),
         "git": git_state(),

@@ -123,8 +123,12 @@ def test_a_run_that_proves_nothing_writes_nothing(tmp_path, start, capsys, lie, 
 
 
 def test_a_key_is_sent(tmp_path, start):
+    """And kept in no file."""
     url, _ = start("fathom", "--lie", "a key")
-    assert bench(tmp_path, "--url", url, "--api-key", "secret")[0] == 0
+    for words, told in ((["--api-key", "secret"], "--api-key …"), (["--api-key=secret"], "--api-key=…")):
+        code, result = bench(tmp_path, "--url", url, *words)
+        assert code == 0 and "secret" not in json.dumps(result)
+        assert told in result["command"].replace("'", "")
 
 
 def test_who_is_not_there_or_is_somebody_else(tmp_path, start, capsys):
