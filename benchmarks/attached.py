@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from fathom.benchmarks import liveness
 from fathom.benchmarks.client import BenchError, Reply
 from fathom.benchmarks.model import Shape, shape_from
@@ -36,10 +34,7 @@ def attach(variant: Variant, url: str, key: str | None = None) -> Server:
 
 
 def _get(server: Server, path: str) -> dict[str, Any]:
-    try:
-        answer = liveness.get(server, path)
-    except httpx.HTTPError as error:
-        raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
+    answer = liveness.get(server, path)
     if answer.status_code != 200:
         why = "asks for a key" if answer.status_code == 401 else f"is not a {server.variant.engine} server"
         raise BenchError(f"{server.url} {why}: {path} is {answer.status_code}")
@@ -79,7 +74,8 @@ def _config(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
     try:
         if file.is_file():
-            return json.loads(file.read_text())
+            config = json.loads(file.read_text())
+            return config | (config.get("text_config") or {})
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(path).get_text_config().to_dict()

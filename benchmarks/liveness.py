@@ -16,8 +16,11 @@ _SGLANG_FACTS = (
 
 
 def get(server: Server, path: str) -> httpx.Response:
-    """What a server answers."""
-    return httpx.get(server.url + path, headers=server.headers, timeout=30, trust_env=False)
+    """What a server answers. BenchError when it does not."""
+    try:
+        return httpx.get(server.url + path, headers=server.headers, timeout=30, trust_env=False)
+    except httpx.HTTPError as error:
+        raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
 
 
 def _fathom(server: Server) -> dict:

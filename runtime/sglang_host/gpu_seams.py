@@ -11,6 +11,20 @@ _GRAPHS = "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 
 GPU_SEAMS: tuple[Seam, ...] = (
     relies_on(
+        SERVER,
+        "configs.hybrid_arch:mambaish_config",
+        "call",
+        "tells a model with a recurrent state before it is loaded",
+        "model_config",
+    ),
+    relies_on(
+        SERVER,
+        "configs.model_config:AttentionArch",
+        "read",
+        "tells a model with latent attention before it is loaded",
+        check=lambda c: hasattr(c, "MLA"),
+    ),
+    relies_on(
         f"{SERVER} {SCHEDULER}",
         "platforms.cuda:CudaDeviceMixin",
         "subclass",
