@@ -85,16 +85,7 @@ def watch_start(app: FastAPI, started: Callable[[], bool], on_early_end: Callabl
     app.router.lifespan_context = watched
 
 
-def launch(
-    server_args: Any,
-    face: Face,
-    gate: Gate,
-    on_ready: Callable[[dict[str, Any]], None],
-    on_engine_failure: Callable[..., None],
-    on_early_end: Callable[[], None],
-    on_engine_death: Callable[[], None],
-    leave: Callable[[], None],
-) -> None:
+def launch(server_args: Any, face: Face, gate: Gate, on_ready: Callable[[dict[str, Any]], None]) -> None:
     """Serve until stopped.
 
     Args:
@@ -102,25 +93,27 @@ def launch(
         face: the server's policy defaults and limits.
         gate: which requests are let in, and how long the last ones may take.
         on_ready: called with the engine process's first report once the first request can be answered.
-        on_engine_failure: handler of the signal that an engine process sends when it fails to start.
-        on_early_end: ends the process when the HTTP server stops before the first request can be answered.
-        on_engine_death: called when an engine process died while serving.
-        leave: ends the process when clients do not take the last of their answers.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking
-    from fathom.server import children, detokenize, keys, labels, ollama, responses
+    from fathom.server import children, detokenize, ending, keys, labels, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
         return await http_server.get_global_state().tokenizer_manager.get_internal_state()
 
     def init(*args: Any) -> Any:
-        signal.signal(signal.SIGQUIT, on_engine_failure)  # after SGLang's own, which kills without a word
+        signal.signal(
+            signal.SIGQUIT, ending.on_engine_failure
+        )  # after SGLang's own, which kills without a word
         manager = partial(
-            ServingTokenizerManager, face=face, gate=gate, on_engine_death=on_engine_death, leave=leave
+            ServingTokenizerManager,
+            face=face,
+            gate=gate,
+            on_engine_death=ending.on_engine_death,
+            leave=partial(ending.end, 0),
         )
         return init_tokenizer_manager(*args, TokenizerManagerClass=manager)
 
@@ -138,30 +131,22 @@ def launch(
     detokenize.install()
     forking.install()
     configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
-    watch_start(http_server.app, ready.is_set, on_early_end)
-    try:
-        http_server.launch_server(
-            server_args,
-            init_tokenizer_manager_func=init,
-            run_scheduler_process_func=partial(
-                children.run_scheduler_process,
-                depth_span=face.depth_span,
-                tsp_layer=face.limits.tsp_layer or None,
-                propagation_buffer=face.propagation_buffer or 0,
-                shallow_factor=face.shallow_factor,
-                sfi=face.sfi,
-                draft_cost=face.draft_cost,
-                gpu_prefill=face.gpu_prefill,
-            ),
-            run_detokenizer_process_func=children.run_detokenizer_process,
-            launch_callback=warmed_up,
-        )
-    finally:
-        _stop_watchdog(http_server.get_global_state())
-
-
-def _stop_watchdog(state: Any) -> None:
-    """The engine's processes are about to be ended on purpose: their end is no crash to report."""
-    watchdog = state.tokenizer_manager._subprocess_watchdog if state is not None else None
-    if watchdog is not None:
-        watchdog.stop()
+    watch_start(
+        http_server.app, ready.is_set, partial(ending.on_early_end, server_args.host, server_args.port)
+    )
+    http_server.launch_server(
+        server_args,
+        init_tokenizer_manager_func=init,
+        run_scheduler_process_func=partial(
+            children.run_scheduler_process,
+            depth_span=face.depth_span,
+            tsp_layer=face.limits.tsp_layer or None,
+            propagation_buffer=face.propagation_buffer or 0,
+            shallow_factor=face.shallow_factor,
+            sfi=face.sfi,
+            draft_cost=face.draft_cost,
+            gpu_prefill=face.gpu_prefill,
+        ),
+        run_detokenizer_process_func=children.run_detokenizer_process,
+        launch_callback=warmed_up,
+    )

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 from fathom.runtime.sglang_host import process
-from fathom.server import quiet
+from fathom.server import ending, quiet
 
 
 def _prepare(server_args: Any) -> None:
@@ -21,11 +21,11 @@ def run_scheduler_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Fathom's scheduler process. Arguments as ``process.run_scheduler_process``."""
     _prepare(server_args)
     process.run_scheduler_process(server_args, *args, **kwargs)
-    quiet.leave(0)
+    ending.leave(0)
 
 
 def run_detokenizer_process(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's detokenizer process. Arguments as SGLang's function of this name."""
     _prepare(server_args)
     process.run_detokenizer_process(server_args, *args, **kwargs)
-    quiet.leave(0)
+    ending.leave(0)

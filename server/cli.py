@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from fathom.server import quiet
+from fathom.server import ending
 from fathom.server.checks import StartError
 from fathom.server.version import versions
 
@@ -119,7 +119,7 @@ def _run(argv: list[str] | None) -> int:
         return error.code
     except KeyboardInterrupt:
         if command == "serve":  # being told to stop is how a server ends
-            quiet.leave(0)
+            ending.leave(0)
         return 130
 
 

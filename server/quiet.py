@@ -1,11 +1,8 @@
 """Keeps quiet what SGLang and Triton say on every start and end about other machines and themselves."""
 
-import atexit
 import logging
 import os
-import sys
 import warnings
-from typing import NoReturn
 
 LOGGERS = (
     "sglang.srt.arg_groups.attention_hook",  # CUDA graphs are off on a CPU
@@ -48,11 +45,3 @@ def hush_server() -> None:
     for module in KERNEL_MODULES:
         warnings.filterwarnings("ignore", category=UserWarning, module=module.replace(".", r"\."))
     warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without the interpreter's teardown, in which Triton lists all it never freed."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

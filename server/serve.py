@@ -4,18 +4,26 @@ import argparse
 import contextlib
 import io
 import os
-import signal
 import sys
 import traceback
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn
 
 from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
-from fathom.server import admission, checks, config_file, cpu_quota, depth_pages, flags, memory_flags, quiet
+from fathom.server import (
+    admission,
+    checks,
+    config_file,
+    cpu_quota,
+    depth_pages,
+    ending,
+    flags,
+    memory_flags,
+    quiet,
+)
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
@@ -260,7 +268,7 @@ def main(argv: list[str]) -> NoReturn:
     work = plan(argv)
     checks.check_model(work.model)
     checks.check_port(work.host, work.port)
-    _stop_on_sigterm()
+    ending.end_when_told()
     depth_pages.choose(work.gpu_depth_pages)
     cpu_quota.limit_threads()
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
@@ -367,28 +375,18 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     os.environ.setdefault(*KEEP_ALIVE)
     for name in DIAGNOSES:
         os.environ.setdefault(name, "0")
-    code = 0
     try:
-        early = partial(on_early_end, work.host, work.port)
-        launch(server_args, work.face, work.gate, ready, on_engine_failure, early, on_engine_death, leave)
-    except KeyboardInterrupt:
-        pass
+        launch(server_args, work.face, work.gate, ready)
     except Exception as failure:
         if work.verbose:
             traceback.print_exc()
         error = _engine_error(failure)
         print(f"fathom serve: error: {error}", file=sys.stderr)
-        _hint()
-        code = error.code
+        ending.hint()
+        ending.end(error.code)
     finally:
-        stop_children()
-    quiet.leave(code)
-
-
-def _hint() -> None:
-    """Where the engine did not start with depth pages on a GPU: that there is a way without."""
-    if depth_pages.on_gpu():
-        print(f"fathom serve: {depth_pages.HINT}", file=sys.stderr)
+        ending.stop_children()
+    ending.leave(0)
 
 
 def _of_draft(report: dict[str, Any]) -> str:
@@ -412,8 +410,7 @@ def _verify_engine(first_report: dict[str, Any]) -> None:
         seams.verify_scheduler_report(first_report.get("fathom"))
     except seams.SeamError as error:
         print(f"fathom serve: error: {error}", file=sys.stderr, flush=True)
-        stop_children()
-        os._exit(checks.SEAM)
+        ending.end(checks.SEAM)
 
 
 def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
@@ -422,8 +419,7 @@ def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
         face.learn(replace(face.limits, lacking=report.get("lacking", {})))
     except config.PolicyError as error:
         print(f"fathom serve: error: {flags.as_flag(error)}", file=sys.stderr, flush=True)
-        stop_children()
-        os._exit(checks.USAGE)
+        ending.end(checks.USAGE)
 
 
 def _engine_error(error: Exception) -> StartError:
@@ -431,56 +427,3 @@ def _engine_error(error: Exception) -> StartError:
     if f"exit code: {checks.SEAM}" in message:
         return StartError("an engine process refused this SGLang; its reason is above", checks.SEAM)
     return StartError(message, checks.FAILURE)
-
-
-def _stop_on_sigterm() -> None:
-    """Treat SIGTERM like Ctrl-C until the HTTP server, which has its own way to stop, is up."""
-
-    def stop(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-
-
-def stop_children() -> None:
-    """End the processes that this one started."""
-    import psutil
-
-    children = psutil.Process(os.getpid()).children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(children, timeout=10)
-
-
-def leave() -> NoReturn:
-    """End a server that has drained, whatever its connections still do."""
-    stop_children()
-    quiet.leave(0)
-
-
-def on_early_end(host: str, port: int) -> NoReturn:
-    """The HTTP server stopped before it could be used: it was told to, or its address is taken."""
-    code = 0
-    try:
-        checks.check_port(host, port)
-    except StartError as error:
-        print(f"fathom serve: error: {error}", file=sys.stderr)
-        code = error.code
-    stop_children()
-    quiet.leave(code)
-
-
-def on_engine_death() -> NoReturn:
-    """An engine process died while serving: say so and leave, for a supervisor to start anew."""
-    print("fathom serve: error: an engine process ended; its own report is above", file=sys.stderr)
-    stop_children()
-    quiet.leave(checks.FAILURE)
-
-
-def on_engine_failure(*_: object) -> NoReturn:
-    """SIGQUIT from an engine process that failed while starting: say so and leave."""
-    print("fathom serve: error: the engine failed to start; its own report is above", file=sys.stderr)
-    _hint()
-    stop_children()
-    quiet.leave(checks.FAILURE)

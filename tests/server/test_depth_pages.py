@@ -8,7 +8,7 @@ import pytest
 import transformers
 from sglang.srt.configs.model_config import ModelConfig
 
-from fathom.server import checks, depth_pages, serve
+from fathom.server import checks, depth_pages, ending, serve
 from fathom.server.checks import StartError
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 100}
@@ -56,11 +56,11 @@ def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
 @pytest.mark.parametrize("how", ["signal", "exception"])
 def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
     monkeypatch.setattr(depth_pages, "on_gpu", lambda: gpu)
-    monkeypatch.setattr(serve, "stop_children", lambda: None)
-    monkeypatch.setattr(serve.quiet, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr(ending, "stop_children", lambda: None)
+    monkeypatch.setattr(ending, "leave", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     with pytest.raises(SystemExit) as stop:
         if how == "signal":
-            serve.on_engine_failure()
+            ending.on_engine_failure()
         else:
             failing = {"launch": lambda *_: (_ for _ in ()).throw(RuntimeError("no such thing"))}
             monkeypatch.setitem(sys.modules, "fathom.server.app", SimpleNamespace(**failing))

@@ -1,0 +1,41 @@
+"""A server that is told to end while it loads does so, whatever its interpreter is in the midst of."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+SCRIPT = """
+import os, signal, subprocess, sys
+from fathom.server import ending
+
+class Held:
+    def __del__(self):  # an exception from here is reported and ignored
+        os.kill(os.getpid(), {number})
+
+ending.end_when_told()
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+Held()
+print("still loading", flush=True)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_where_exceptions_are_ignored(number):
+    command = [sys.executable, "-c", SCRIPT.format(number=int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    (child,) = ended.stdout.splitlines()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not psutil.pid_exists(int(child))
+
+
+@pytest.mark.parametrize(
+    "trouble", ["sys.stdout = open('/dev/full', 'w'); print('lost')", "sys.stdout.close()"]
+)
+def test_its_code_is_kept_where_the_last_words_are_lost(trouble):
+    script = f"import sys; from fathom.server import ending; {trouble}; ending.leave(3)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
