@@ -243,12 +243,15 @@ def generate(
     new_tokens: int,
     prefill: Prefill = Prefill(),
     decode: Decode = Decode(),
-    force: Callable[[int], int] | None = None,
+    force: Callable[[int], int | None] = lambda i: None,
+    taken_back: int = 0,
 ) -> Answer:
     """Greedy decoding of ``new_tokens`` tokens (no stop at EOS).
 
     Args:
-        force: token i of the answer, in place of the most likely one.
+        force: token i of the answer, in place of the most likely one; None for that one.
+        taken_back: tokens after which the request was taken back: they are computed again, each with everything in
+            sight, and a slow step follows.
     """
     answer = Answer()
     one = Combined(model, len(prompt) + new_tokens)
@@ -257,21 +260,22 @@ def generate(
     boundary = False
 
     def put_out(logits: torch.Tensor) -> None:
-        token = int(logits.argmax()) if force is None else force(len(answer.tokens))
-        answer.tokens.append(token)
+        forced = force(len(answer.tokens))
+        answer.tokens.append(int(logits.argmax()) if forced is None else forced)
         answer.logits.append(logits)
 
     put_out(logits)
     while len(answer.tokens) < new_tokens:
-        boundary = boundary or answer.tokens[-1] in decode.triggers
-        slow = s is None or selection is None or since >= s.t_max or (boundary and since >= s.gap)
+        again = len(answer.tokens) <= taken_back
+        boundary = not again and (boundary or answer.tokens[-1] in decode.triggers)
+        slow = again or s is None or selection is None or since >= s.t_max or (boundary and since >= s.gap)
         cause = "start" if selection is None else "trigger" if boundary else "timeout"
         renewed = None
         if slow:
             everything = lambda i: one.there[i, :, None, : one.length]  # noqa: E731
             logits, observed = one.forward(answer.tokens[-1:], everything)
             # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
-            if s is not None and one.length >= s.sink:
+            if s is not None and not again and one.length >= s.sink:
                 if selection is None or decode.rule != "frozen":
                     renewed = selection = one.choose(observed, s, decode)
                     whole = [len(one.table(i, 0)) < s.sink for i in range(len(observed))]

@@ -47,12 +47,26 @@ def budget(rate: float, total: int) -> int:
 
 
 def kept_tokens(
-    scores: torch.Tensor, spans: Iterable[tuple[int, int]], rate: float, chunk: int = 32
+    scores: torch.Tensor,
+    spans: Iterable[tuple[int, int]],
+    rate: float | str,
+    chunk: int = 32,
+    share: float = 0.95,
+    min_rate: float = 0.05,
 ) -> list[int]:
-    """Positions that enter the target, from scores [rows, N]."""
+    """Positions that enter the target, from scores [rows, N].
+
+    Args:
+        rate: of chunks, or "auto" for as few as hold the ``share`` of the score mass, at least ``min_rate``.
+    """
     n = scores.shape[1]
-    means = chunk_means(scores.double().mean(0).tolist(), chunk)
-    kept = kept_chunks(means, must_stay(n, spans, chunk), budget(rate, len(means)))
+    means, forced = chunk_means(scores.double().mean(0).tolist(), chunk), must_stay(n, spans, chunk)
+    if rate == "auto":
+        sizes = [min(chunk, n - start) for start in range(0, n, chunk)]
+        count = smallest_count(means, sizes, forced, share, min_rate)
+    else:
+        count = budget(rate, len(means))
+    kept = kept_chunks(means, forced, count)
     return [t for t in range(n) if t // chunk in kept]
 
 
