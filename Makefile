@@ -22,7 +22,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Half of all bytes, installed beside the rest.
 LARGE := ^(torch|torchvision|triton)==
 
-.PHONY: help setup serve watch test lint format bench fidelity bench-vllm-env image-steps lock clean
+.PHONY: help setup serve watch test fuzz lint format bench fidelity bench-vllm-env image-steps lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,6 +60,9 @@ watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve` 
 # Workers share the cores: threads that wait for others sleep.
 test: $(TEST_STAMP) $(FLASHINFER)  ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+fuzz: $(TEST_STAMP)  ## random servers and requests against the oracles (ARGS="--seed 7 --minutes 10")
+	cd tests && ../$(BIN)/python -m fuzz $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda

@@ -1,0 +1,257 @@
+"""The tester itself: a small world, errors planted in what its server said, servers that stand still or end."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import random
+import socket
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from fuzz import __main__ as fuzz
+from fuzz import trial, worlds
+from fuzz.clients import Reply, Wrong, joined
+from fuzz.reference import Reference
+from fuzz.report import Report
+from fuzz.requests import REPEATED, Request
+
+SEED = 196
+"""Of a world that is small, has a draft, and whose server is a fork."""
+WAVE = 9
+ALWAYS = (
+    {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64},
+    {"tsp_rate": 0.4},
+    {"kv_retention_rate": 0.3, "depth_cutoff": 2},
+    {"decode": "slow_fast"},
+    {"speculative": True},
+)
+"""Policies of requests that are sent whatever is drawn."""
+"""Requests of a wave, those that are sent twice counted once."""
+MOST_TOKENS = 40
+"""Of an answer."""
+MOST_PLANTED = 5
+"""Answers in which an error is planted."""
+
+
+def always(drawer):
+    """A request of each of the policies, one that is illegal, and one that is seeded, twice."""
+    rng = random.Random(SEED)
+    chosen = [Request(drawer.documents[0][:100], dict(policy), 16, logprobs=True) for policy in ALWAYS]
+    illegal, seeded = (drawer.request(rng) for _ in range(2))
+    drawer.illegal(rng, illegal)
+    drawer.seeded(rng, seeded)
+    return [*chosen, illegal, seeded, drawer.twin(seeded)]
+
+
+@pytest.fixture(scope="module")
+def small(start_process, template, tmp_path_factory):
+    """The small world after two waves, and the replies of both."""
+    world, folder = worlds.draw(SEED), tmp_path_factory.mktemp("small")
+    reference = Reference(world, folder / "models")
+    server = trial.start(start_process, template, world, reference)
+    asked, replies = trial.Trial(world, reference, server, Report(folder / "failures")), []
+    for number in range(2):
+        requests = [*asked.drawer.wave(number, WAVE), *always(asked.drawer)]
+        for request in requests:
+            request.new_tokens = min(request.new_tokens, MOST_TOKENS)
+        assert asked.wave(requests)
+        replies += asked.replies
+    compared = [
+        reply
+        for reply in replies
+        if reply.request.kind == "greedy" and reply.request.n == 1 and reply.answers
+        if reply.request.policy.get("retention_policy") != "random"
+    ]
+    parts = {"world": world, "reference": reference, "server": server, "trial": asked}
+    return SimpleNamespace(**parts, replies=replies, compared=compared)
+
+
+def test_a_small_world(small):
+    report = small.trial.report
+    assert report.failures == [], [path.read_text() for path in report.failures]
+    counts = report.counts
+    assert counts["requests"] >= 2 * WAVE + 16 and counts["answers"] >= 20
+    assert counts["greedy tokens compared"] > 200 and counts["accounts compared"] > 8
+    assert counts["log-probabilities compared"] and counts["repeats compared"] and counts["refusals"]
+    ran = {"SPEED", "SpecPrefill", "FastKV's selection", "KV retention", "SFI", "drafting"}
+    assert not ran & set(report.idle())
+    assert "NEVER RAN: retraction" in report.totals()
+
+
+def planted(field):
+    """A change to an answer's account; False where it has no such number."""
+
+    def change(answer):
+        account = answer["meta_info"]["fathom"]
+        if not isinstance(account[field], int):
+            return False
+        account[field] -= 1
+        return True
+
+    return change
+
+
+def another_token(answer):
+    answer["output_ids"][-1] += 1
+
+
+def a_token_less(answer):
+    answer["output_ids"].pop()
+    return len(answer["output_ids"]) > 0
+
+
+def another_logprob(answer):
+    entries = answer["meta_info"].get("output_top_logprobs")
+    if not entries:
+        return False
+    entries[-1][0][0] += 0.01
+    return True
+
+
+def another_policy(answer):
+    answer["meta_info"]["fathom"]["policy"] |= {"depth_cutoff": 99, "anchors": "all", "decode": "fast"}
+
+
+def no_account(answer):
+    del answer["meta_info"]["fathom"]
+
+
+ACCOUNT = ("prompt_tokens", "kept_tokens", "deep_tokens", "retained_tokens", "propagated_tokens")
+ACCOUNT += ("decode_steps", "compact_bytes", "kv_bytes", "kv_bytes_dense")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_token, "differs"),
+        (a_token_less, "tokens, not"),
+        (another_logprob, "off by"),
+        (another_policy, "was asked for"),
+        (no_account, "without an account"),
+        *((planted(field), f"{field} ") for field in ACCOUNT),
+    ],
+)
+def test_a_planted_error_is_found(small, change, words):
+    """In the shortest answers, which cost the oracles least; not every field of each can be known."""
+    tried, found = 0, 0
+    for reply in sorted(small.compared, key=lambda reply: len(reply.answers[0]["output_ids"])):
+        reply = copy.deepcopy(reply)
+        if tried == MOST_PLANTED or change(reply.answers[0]) is False:
+            continue
+        tried += 1
+        try:
+            small.trial.checker.check(reply)
+        except Wrong as wrong:
+            assert words in str(wrong)
+            found += 1
+    assert found, tried
+
+
+@pytest.mark.parametrize("change", [{"status": 200}, {"text": "fathom.other is not legal"}])
+def test_an_illegal_value_that_is_not_refused_is_found(small, change):
+    refused = [reply for reply in small.replies if reply.request.kind == "illegal"]
+    assert refused
+    for reply in refused:
+        with pytest.raises(Wrong, match="is illegal"):
+            small.trial.checker.check(dataclasses.replace(reply, **change))
+
+
+def test_a_repeat_that_differs_is_found(small):
+    repeated = [reply for reply in small.replies if reply.request.kind in REPEATED and reply.answers]
+    assert repeated
+    for reply in copy.deepcopy(repeated):
+        small.trial.checker.check(reply)
+        reply.answers[0]["output_ids"][0] += 1
+        with pytest.raises(Wrong, match="when it was asked before"):
+            small.trial.checker.check(reply)
+
+
+def test_a_short_prompt_that_is_refused_is_found(small):
+    short = Request([17] * 20, {}, 1)
+    with pytest.raises(Wrong, match="refused as too long"):
+        small.trial.checker.check(Reply(short, 400, "needs 85 KV pages"))
+
+
+def test_what_fails_is_written_down(small, tmp_path, monkeypatch, capsys):
+    """A server that lies: the failure has all that reproduces it, and the request's answer when it is alone."""
+    report = Report(tmp_path / "failures")
+    other = trial.Trial(small.world, small.reference, small.server, report)
+    send = other.client.send
+
+    def lie(request):
+        replies = send(request)
+        another_token(replies[0].answers[0])
+        return replies
+
+    monkeypatch.setattr(other.client, "send", lie)
+    request = Request([*range(20, 60)], {"depth_cutoff": small.world.span}, 8)
+    assert other.wave([request])
+    (path,) = report.failures
+    told = json.loads(path.read_text())
+    assert "token 7 of 8 differs" in told["why"] and told["expected"] == told["alone"]["output_ids"]
+    assert told["answer"]["answers"][0]["output_ids"] != told["expected"]
+    assert told["request"]["prompt"] == request.prompt and told["flags"] == list(small.world.flags)
+    said = capsys.readouterr().out
+    assert (
+        told["command"] in said
+        and str(path) in said
+        and "1 FAILED" in report.world_line(small.world, Counter())
+    )
+
+
+@pytest.fixture
+def silent(monkeypatch, tmp_path):
+    """A trial whose server takes connections and says nothing; its process's exit code is to be set."""
+    log = tmp_path / "log"
+    log.write_text("what the server said last")
+    monkeypatch.setattr(trial, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(trial, "STILL_SECONDS", 0.2)
+    monkeypatch.setattr(trial.Trial, "_engine", lambda self: None)
+    monkeypatch.setattr(trial.Trial, "_kill", lambda self: listener.close())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = SimpleNamespace(poll=lambda: process.code, code=None)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = SimpleNamespace(process=process, url=url, log=log)
+        yield trial.Trial(worlds.draw(SEED), None, server, Report(tmp_path))
+
+
+@pytest.mark.parametrize(("code", "words"), [(None, "no step in"), (-9, "ended with -9")])
+def test_a_server_that_stands_still_or_ends_is_a_failure(silent, code, words):
+    silent.server.process.code = code
+    assert not silent.wave([Request([17], {}, 1)])
+    (path,) = silent.report.failures
+    told = json.loads(path.read_text())
+    assert words in told["why"] and told["log"] == "what the server said last" and len(told["wave"]) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_exit_code(fails, tmp_path, monkeypatch, capsys):
+    def run_world(seed, waves, template, report):
+        if fails:
+            report.failed(worlds.draw(seed), "a lie")
+
+    monkeypatch.setattr(fuzz, "Template", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(fuzz, "run_world", run_world)
+    assert fuzz.main(["--seed", "5", "--worlds", "2", "--out", str(tmp_path)]) == fails
+    said = capsys.readouterr().out
+    assert f"failures: {2 * fails}" in said and "NEVER RAN: SPEED" in said
+    assert ('--seed 6 --worlds 1"' in said) == fails
+
+
+def test_what_a_stream_says():
+    """Events that have only their own tokens are put together; those that repeat may take nothing back."""
+    events = [
+        {
+            "text": text,
+            "output_ids": ids,
+            "meta_info": {"output_token_logprobs": [[-1.0, i, None] for i in ids]},
+        }
+        for text, ids in (("a b", [1, 2]), (" c", [3]))
+    ]
+    whole = joined(joined(None, events[0], True), events[1], True)
+    assert whole["text"] == "a b c" and whole["output_ids"] == [1, 2, 3]
+    assert len(whole["meta_info"]["output_token_logprobs"]) == 3
+    with pytest.raises(Wrong, match="took tokens back"):
+        joined(events[0], events[1], False)

@@ -1,0 +1,299 @@
+"""Worlds: a target, a draft and a server's flags, drawn from a seed. Nothing is on disk yet."""
+
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from oracles import sfi
+
+from fathom.runtime.plan import choose_span, choose_tsp_layer
+
+FLOAT_BYTES = 4
+HEADS = ((4, 2), (4, 4), (4, 1), (6, 2), (8, 2), (2, 1), (3, 3), (6, 3))
+"""Query heads and KV heads."""
+CHUNKS = (-1, 1, 4, 7, 8, 16, 32, 48, 64, 64, 100, 256)
+"""Prompt tokens of one step; -1 for whole prompts."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A random model's configuration.
+
+    Attributes:
+        family: prefix of its classes in Transformers.
+        kv_heads: and dim, the numbers from which a token's KV bytes follow.
+        config: what differs from the configuration of tests' random models.
+        ending: factor on the output weights of tokens that end a sentence or line, which trigger slow steps.
+    """
+
+    family: str
+    layers: int
+    kv_heads: int
+    dim: int
+    config: dict[str, Any]
+    ending: float
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values at one layer, in float32."""
+        return 2 * self.kv_heads * self.dim * FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model: the target with noise on its weights, or where ``noise`` is None a model of its own."""
+
+    noise: float | None
+    family: str
+    config: dict[str, Any]
+    cost: float
+
+
+@dataclass(frozen=True)
+class World:
+    """One server and its models.
+
+    Attributes:
+        flags: of ``fathom serve``, those of models and devices aside.
+        page: tokens of a KV page; pool: tokens that fit at all depths; context: longest prompt and answer.
+        chunk: prompt tokens of one step, -1 for all.
+        span: layers that share a page table; tsp_layer: layers below FastKV's selection, 0 where there are none.
+        buffer: longest prompt that FastKV selects from.
+        settings: SFI's numbers.
+        retract_every: steps after which running requests are taken back; 0 for SGLang's own judgement.
+        overlap: steps begin before the last one's result is known.
+        tight: the pool is too small for a wave.
+        prioritized: requests have a priority.
+        scarce_evidence: SFI's logits may not fit: which selections are renewed depends on the batch.
+        incremental: events of a stream have only their own tokens.
+        own_default: requests that say nothing have another policy than ``exact``; drafted_default: and draft.
+    """
+
+    seed: int
+    target: Target
+    draft: Draft | None
+    flags: tuple[str, ...]
+    page: int
+    pool: int
+    context: int
+    chunk: int
+    span: int
+    tsp_layer: int
+    buffer: int
+    settings: sfi.Settings
+    retract_every: int
+    overlap: bool
+    tight: bool
+    prioritized: bool
+    scarce_evidence: bool
+    incremental: bool
+    own_default: bool
+    drafted_default: bool
+
+    @property
+    def devices(self) -> int:
+        return self.settings.devices
+
+    @property
+    def compact_bytes(self) -> int:
+        """Of a request's compact buffers."""
+        return (self.settings.sink + self.settings.k) * self.target.layers * self.target.token_bytes
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the server's environment has to say."""
+        env = {}
+        if self.retract_every:
+            env |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(self.retract_every)}
+        if self.devices > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
+        return env
+
+    def __str__(self) -> str:
+        """One line: the models, what is unusual about the server, the flags that are not SFI's."""
+        flags = " ".join(self.flags)
+        shown = flags.partition(" --sfi-")[0].removeprefix("--dtype float32 ")
+        odd = [
+            "overlap" if self.overlap else "",
+            f"retract every {self.retract_every}" if self.retract_every else "",
+            f"{self.devices} devices" if self.devices > 1 else "",
+            "draft" if self.draft else "no draft",
+        ]
+        return f"{self.target.family} of {self.target.layers} layers, {', '.join(filter(None, odd))}, {shown}"
+
+
+def draw(seed: int) -> World:
+    """The world of a seed."""
+    rng = random.Random(f"{seed}/world")
+    target = _target(rng)
+    memory, memory_flags = _memory(rng)
+    depth, depth_flags = _depth(rng, target.layers, memory["context"])
+    settings, sfi_flags = _sfi(rng, target)
+    draft = _draft(rng, target, settings.devices) if rng.random() < 0.85 else None
+    scarce, prioritized, incremental = rng.random() < 0.08, rng.random() < 0.2, rng.random() < 0.15
+    own_default, default_flags = _default_policy(rng, draft is not None)
+    flags = [
+        *("--dtype", "float32", *memory_flags, *depth_flags, *_scheduling(rng, prioritized)),
+        *("--incremental-streaming-output",) * incremental,
+        *(("--grammar-backend", "outlines") if rng.random() < 0.25 else ()),
+        *default_flags,
+        *sfi_flags,
+        *(("--sfi-evidence-mib", rng.choice([0.001, 0.02])) if scarce else ()),
+    ]
+    return World(
+        seed=seed,
+        target=target,
+        draft=draft,
+        flags=tuple(map(str, flags)),
+        **memory,
+        **depth,
+        settings=settings,
+        retract_every=rng.choice([2, 5, 11]) if rng.random() < 0.25 else 0,
+        overlap=rng.random() < 0.4,
+        prioritized=prioritized,
+        scarce_evidence=scarce,
+        incremental=incremental,
+        own_default=own_default,
+        drafted_default="--preset" in default_flags and draft is not None,
+    )
+
+
+def _target(rng: random.Random) -> Target:
+    family = rng.choice(["Llama", "Llama", "Qwen3", "Qwen3", "Qwen2", "Mistral"])
+    layers, dim = rng.randint(3, 7), rng.choice([16, 32, 64])
+    heads, kv_heads = rng.choice(HEADS)
+    config: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "tie_word_embeddings": rng.random() < 0.3,
+        "intermediate_size": rng.choice([96, 128]),
+    }
+    if family == "Qwen2":  # its heads share the hidden size
+        config["hidden_size"] = heads * dim
+    elif heads % 3 == 0:
+        config["hidden_size"] = 96
+    if family == "Mistral":
+        config["sliding_window"] = None
+    return Target(family, layers, kv_heads, dim, config, rng.choice([1.0, 1.3, 1.5, 1.6]))
+
+
+def _draft(rng: random.Random, target: Target, devices: int) -> Draft:
+    """Each device has KV heads of the draft's own."""
+    heads, kv_heads = rng.choice([(4, 2), (2, 2)] if devices > 1 else [(2, 1), (4, 2), (2, 2)])
+    config = {
+        "num_hidden_layers": rng.choice([1, 2, 4]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice([16, 32]),
+    }
+    noise = None if rng.random() < 0.3 else rng.choice([0.0, 0.0005, 0.0008, 0.002, 0.005])
+    # Transformers gives Qwen2 a tokenizer of its own, with one id more; a draft has to share the target's.
+    families = ["Qwen2"] if target.family == "Qwen2" else ["Llama", "Qwen3"]
+    return Draft(noise, rng.choice(families), config, rng.choice([0, 0, 0.05, 0.5]))
+
+
+def _memory(rng: random.Random) -> tuple[dict[str, Any], list[Any]]:
+    page = rng.choice([1, 1, 2, 4, 8, 16])
+    chunk = rng.choice([c for c in CHUNKS if c == -1 or c % page == 0])
+    context, tight = rng.choice([400, 512, 700, 1000]), rng.random() < 0.45
+    tokens = rng.choice([420, 600, 800, 1200, 1600]) if tight else rng.choice([4000, 16000])
+    pool = -(-tokens // page) * page
+    flags: list[Any] = ["--page-size", page, "--chunked-prefill-size", chunk]
+    flags += ["--max-total-tokens", pool, "--context-length", context]
+    if rng.random() < 0.15:
+        flags += ["--shallow-factor", rng.choice([1, 2])]
+    return {"page": page, "chunk": chunk, "context": context, "tight": tight, "pool": pool}, flags
+
+
+def _depth(rng: random.Random, layers: int, context: int) -> tuple[dict[str, Any], list[Any]]:
+    divisors = [d for d in range(1, layers) if layers % d == 0]
+    asked_span = rng.choice([None, *divisors, *divisors])
+    span = choose_span(layers, asked_span)
+    asked_layer = rng.choice([None, *range(span, layers, span)])
+    buffer = rng.choice([1, 50, 100, 200]) if rng.random() < 0.25 else None
+    flags = {"--depth-span": asked_span, "--tsp-layer": asked_layer, "--propagation-buffer": buffer}
+    drawn = {
+        "span": span,
+        "tsp_layer": choose_tsp_layer(layers, span, asked_layer) or 0,
+        "buffer": context if buffer is None else buffer,
+    }
+    return drawn, _given(flags)
+
+
+def _scheduling(rng: random.Random, prioritized: bool) -> list[Any]:
+    flags: list[Any] = ["--enable-mixed-chunk"] if rng.random() < 0.5 else []
+    if rng.random() < 0.5:
+        flags += ["--max-running-requests", rng.choice([1, 2, 3, 5, 8])]
+    if (steps := rng.choice([1, 1, 2, 3, 8])) > 1:
+        flags += ["--num-continuous-decode-steps", steps]
+    cached = rng.random() < 0.8
+    if not cached:
+        flags += ["--disable-radix-cache"]
+    if rng.random() < 0.5:
+        flags += ["--schedule-conservativeness", rng.choice([0.01, 0.1, 0.3, 1.5])]
+    if prioritized:
+        flags += ["--enable-priority-scheduling"]
+        if rng.random() < 0.7:
+            flags += ["--priority-scheduling-preemption-threshold", rng.choice([0, 1])]
+        if rng.random() < 0.3:
+            flags += ["--schedule-low-priority-values-first"]
+    elif cached and rng.random() < 0.4:
+        flags += ["--schedule-policy", rng.choice(["lpm", "dfs-weight", "lof", "random", "fcfs"])]
+    if rng.random() < 0.3:
+        flags += ["--stream-interval", rng.choice([2, 5, 16])]
+    if rng.random() < 0.2:
+        flags += ["--max-prefill-tokens", rng.choice([64, 200, 1000])]
+    if rng.random() < 0.2:
+        flags += ["--radix-eviction-policy", "lfu"]
+    return flags
+
+
+def _sfi(rng: random.Random, target: Target) -> tuple[sfi.Settings, list[Any]]:
+    t_max = rng.choice([1, 2, 4, 9, 64])
+    settings = sfi.Settings(
+        sink=rng.choice([0, 1, 2, 4]),
+        recent=rng.choice([1, 4, 8, 16, 64]),
+        k=rng.choice([1, 4, 12, 20, 64]),
+        t_max=t_max,
+        gap=min(rng.choice([0, 0, 1, 3]), t_max),
+        seed_from_prefill=False,
+        radius=rng.choice([0, 3, 16]),
+        lambda_clip=rng.choice([0.02, 0.2, 1.0]),
+        devices=2 if target.kv_heads % 2 == 0 and rng.random() < 0.1 else 1,
+    )
+    flags = {
+        "--sfi-sink": settings.sink,
+        "--sfi-recent": settings.recent,
+        "--sfi-selected": settings.k,
+        "--sfi-refresh-budget": settings.t_max,
+        "--sfi-minimum-gap": settings.gap,
+        "--sfi-nms-radius": settings.radius,
+        "--sfi-prior-clip": settings.lambda_clip,
+    }
+    if rng.random() < 0.4:  # so few compact buffers that some requests decode densely
+        size = (settings.sink + settings.k) * target.layers * target.token_bytes
+        flags["--sfi-buffer-mib"] = rng.choice([1, 2, 4]) * size / 2**20 * 1.0001
+    return settings, _given(flags)
+
+
+def _default_policy(rng: random.Random, drafted: bool) -> tuple[bool, list[Any]]:
+    if rng.random() >= 0.3:
+        return False, []
+    tunings: list[Any] = ["--min-prompt-tokens", rng.choice([0, 40]), "--lookahead", rng.choice([2, 5])]
+    flags = [*tunings, "--draft-tokens", rng.choice([2, 6])] if drafted else []
+    named = rng.random()
+    if named < 0.5:
+        return True, [*flags, "--preset", rng.choice(["turbo", "balanced"])]
+    if named < 0.75:
+        return True, [*flags, "--kv-retention-rate", 0.4, "--decode", "slow_fast"]
+    return False, flags
+
+
+def _given(flags: dict[str, Any]) -> Iterable[Any]:
+    """Those that have a value, with it."""
+    return [word for name, value in flags.items() if value is not None for word in (name, value)]
