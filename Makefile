@@ -62,7 +62,7 @@ test: $(TEST_STAMP) $(FLASHINFER)  ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: $(TEST_STAMP)  ## random servers and requests against the oracles (ARGS="--seed 7 --minutes 10")
-	cd tests && ../$(BIN)/python -m fuzz $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 lint: $(TEST_STAMP)  ## ruff, mypy, hadolint and pip-audit
 	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda

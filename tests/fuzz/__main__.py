@@ -1,4 +1,4 @@
-"""``make fuzz``: random servers and random requests to them, held against the oracles."""
+"""Random servers and random requests to them, held against the oracles of tests/oracles: ``make fuzz``."""
 
 import argparse
 import itertools
@@ -18,7 +18,7 @@ from fuzz import trial, worlds
 from fuzz.reference import Reference
 from fuzz.report import Report
 
-FAILURES = conftest.REPOSITORY / ".bench" / "fuzz"
+FAILURES = Path(".bench") / "fuzz"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--seed", type=int, default=1, help="of the first world; the next ones count on")
     options.add_argument("--minutes", type=float, default=10.0, help="after which no further world begins")
-    options.add_argument("--worlds", type=int, help="most servers, however long they take")
+    options.add_argument(
+        "--worlds", type=int, help="how many servers, however long they take; without it, --minutes decides"
+    )
     options.add_argument("--waves", type=int, default=trial.WAVES, help="of requests to each server")
     options.add_argument("--out", type=Path, default=FAILURES, help="folder for what fails")
     return options
