@@ -1,6 +1,7 @@
 """Random servers and random requests to them, held against the oracles of tests/oracles: ``make fuzz``."""
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         itertools.count(asked.seed) if asked.worlds is None else range(asked.seed, asked.seed + asked.worlds)
     )
     with (
+        contextlib.suppress(KeyboardInterrupt),
         tempfile.TemporaryDirectory() as name,
         Template(Path(name), {**os.environ, "OMP_NUM_THREADS": "1"}) as template,
     ):

@@ -119,15 +119,15 @@ class Reference:
         """[N, vocabulary] of the dense model: row i is of what follows token i."""
         return self.model(torch.tensor([list(prompt)])).logits[0].float().log_softmax(-1)
 
-    def decided_by_rounding(self, prompt: Sequence[int], policy: Mapping[str, Any], *rest: Any) -> bool:
+    def decided_by_rounding(self, *asked: Any, **more: Any) -> bool:
         """Whether noise like rounding changes the answer, what is kept, or the log-probabilities visibly.
 
         Args:
-            rest: as of :meth:`expected`.
+            asked: as of :meth:`expected`, as ``more`` is.
         """
-        want = self.expected(prompt, policy, *rest)
+        want = self.expected(*asked, **more)
         for number, noise in enumerate(SHAKES):
-            other = self._shaken(noise, number).expected(prompt, policy, *rest)
+            other = self._shaken(noise, number).expected(*asked, **more)
             if (other.tokens, other.sets, other.kept) != (want.tokens, want.sets, want.kept):
                 return True
             pairs = zip(other.logits, want.logits, strict=True)

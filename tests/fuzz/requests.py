@@ -118,7 +118,7 @@ class Drawer:
             delay=rng.choice([0, 0, 0, rng.random() * 0.5]),
         )
         if self.world.tight and rng.random() < 0.04:
-            request.new_tokens = 700
+            request.new_tokens = max(self.world.context - len(request.prompt), 1)
         shares, changes = zip(*KINDS, strict=True)
         (change,) = rng.choices(changes, shares)
         change(self, rng, request)

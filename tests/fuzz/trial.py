@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ STILL_SECONDS = 90.0
 """A server that answers nobody and takes no step for so long stands still."""
 WAVE_SECONDS = 900.0
 """The most that a wave may take."""
+END_SECONDS = 10.0
+"""In which a server's process ends after its connections."""
 SETTLE_SECONDS = 60.0
 TAIL = 6000
 """Characters of a log that a failure keeps."""
@@ -121,6 +124,9 @@ class Trial:
                 raise Down(f"no step in {STILL_SECONDS:g} s, {len(waiting)} requests unanswered")
             if now - begun > WAVE_SECONDS:
                 raise Down(f"{len(waiting)} requests unanswered after {WAVE_SECONDS:g} s")
+        if any(isinstance(future.exception(), httpx.HTTPError) for future in futures):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raise Down(f"the server ended with {self.server.process.wait(END_SECONDS)}")
         return futures
 
     def _engine(self) -> dict[str, Any] | None:
@@ -143,7 +149,7 @@ class Trial:
         """Write it down, with what the server says to the same request when it is alone."""
         alone = None
         if reply is not None and request.kind in REPEATABLE - {"leave"}:
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx.HTTPError, ValueError):
                 body = self.client.body(request) | {"stream": False}
                 alone = self.client.http.post("/generate", json=body, timeout=STILL_SECONDS).json()
         why = str(error) if isinstance(error, Wrong) else repr(error)
