@@ -52,7 +52,8 @@ def run_world(seed: int, waves: int, template: Template, report: Report) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 where anything failed."""
     asked = parser().parse_args(arguments)
-    report, end = Report(asked.out), time.monotonic() + 60 * asked.minutes
+    options = "" if asked.waves == trial.WAVES else f" --waves {asked.waves}"
+    report, end = Report(asked.out, options), time.monotonic() + 60 * asked.minutes
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     seeds = (

@@ -6,7 +6,7 @@ from typing import Any
 from fuzz import accounts
 from fuzz.clients import CHOSEN, Reply, Wrong, aborted, compared
 from fuzz.reference import Reference
-from fuzz.repeats import TIE, Repeats, difference, off
+from fuzz.repeats import TIE, Asked, Repeats, difference, off
 from fuzz.requests import CONTROLS, Drawer, Request
 from fuzz.worlds import World
 from greedy import TOLERANCE
@@ -94,8 +94,8 @@ class Checker:
         self._live(policy, meta["fathom"], retracted)
         if not compared(request) or self._drawn_otherwise(policy):
             if not self._may_differ(meta["fathom"], retracted):
-                drawn_otherwise = self._drawn_otherwise(policy)
-                self.repeats.check(request, policy, self._ends(request), drawn_otherwise, answer)
+                unknown = self._drawn_otherwise(policy)
+                self.repeats.check(Asked(request, policy, self._ends(request), unknown), answer)
             if request.kind == "grammar":
                 self.repeats.check_grammar(request, answer)
             return None

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from fuzz.clients import Wrong
@@ -17,6 +17,38 @@ TIE = 1e-3
 Answer = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, as it took effect.
+
+    Attributes:
+        ends: ids that end the answer.
+        unknown: whether the oracles cannot compute the logits either.
+    """
+
+    request: Request
+    policy: dict[str, Any]
+    ends: frozenset[int]
+    unknown: bool
+
+    @property
+    def key(self) -> str:
+        """The same for requests whose answers have to be the same."""
+        parts = [self.request.prompt, self.policy, self.request.sampling, sorted(self.ends)]
+        return json.dumps(parts, sort_keys=True)
+
+    def drawn(self, tokens: list[int]) -> dict[str, Any]:
+        """Arguments of ``Reference.expected`` for the tokens that were drawn."""
+        return {
+            "prompt": self.request.prompt,
+            "policy": self.policy,
+            "new_tokens": len(tokens),
+            "ends": self.ends,
+            "forced": tokens,
+            "seed": self.request.sampling["sampling_seed"],
+        }
+
+
 class Repeats:
     """Answers to seeded, constrained and altered requests, and to greedy ones that choose entries at random."""
 
@@ -24,86 +56,61 @@ class Repeats:
         self.reference, self.counts = reference, counts
         self._seen: dict[str, Answer] = {}
 
-    def check(
-        self, request: Request, policy: dict[str, Any], ends: Collection[int], unknown: bool, answer: Answer
-    ) -> None:
-        """Compare with the answer before.
-
-        Args:
-            policy: as it took effect. ends: ids that end the answer.
-            unknown: whether the oracles cannot compute the logits either.
-        """
-        sampling = request.sampling
+    def check(self, asked: Asked, answer: Answer) -> None:
+        """Compare with the answer before, and what was drawn with the oracle's logits."""
+        request, sampling = asked.request, asked.request.sampling
         if answer["meta_info"].get("num_retractions", 0) and any("penalty" in name for name in sampling):
             return  # what a penalty counts begins anew
-        key = json.dumps([request.prompt, policy, sampling, sorted(ends)], sort_keys=True)
-        before = self._seen.setdefault(key, answer)
-        if before is not answer and self._same(request, policy, ends, unknown, answer, before):
+        before = self._seen.setdefault(asked.key, answer)
+        if before is not answer and self._same(asked, answer, before):
             self.counts["repeats compared"] += 1
         whole = sampling.get("top_k") == -1 and sampling.get("top_p") == 1.0
-        if request.kind == "seeded" and request.logprobs and whole and not unknown:
-            self._seeded_logprobs(request, policy, ends, answer)
+        if request.kind == "seeded" and request.logprobs and whole and not asked.unknown:
+            self._drawn(asked, answer)
 
-    def _same(
-        self,
-        request: Request,
-        policy: dict[str, Any],
-        ends: Collection[int],
-        unknown: bool,
-        answer: Answer,
-        before: Answer,
-    ) -> bool:
+    def _same(self, asked: Asked, answer: Answer, before: Answer) -> bool:
         """Whether they could be compared; one of them may have been asked for fewer tokens."""
         tokens, others = answer["output_ids"], before["output_ids"]
         at = difference(tokens, others)
         if at is not None:
-            if request.kind == "seeded" and not unknown:
-                told = {"forced": tokens[: at + 1], "seed": request.sampling["sampling_seed"]}
-                if self._undecided(request, policy, ends, at, others[at], told):
-                    self.counts["not compared: decided by rounding"] += 1
-                    return False
+            if (
+                asked.request.kind == "seeded"
+                and not asked.unknown
+                and self._close(asked, tokens, others, at)
+            ):
+                self.counts["not compared: decided by rounding"] += 1
+                return False
             raise Wrong(f"token {at} is another one than when it was asked before", others)
         shorter = min(answer, before, key=lambda each: len(each["output_ids"]))
-        if len(tokens) != len(others) and shorter["meta_info"]["finish_reason"]["type"] != "length":
+        if len(tokens) != len(others) and _end(shorter) != "length":
             raise Wrong(f"{len(tokens)} tokens, and {len(others)} when it was asked before", others)
-        if len(tokens) == len(others) and answer["text"] != before["text"]:
+        # A stop string that a stream's events have said already cannot be taken back.
+        said = self.reference.world.incremental and "stop" in asked.request.sampling
+        alike = len(tokens) == len(others) and _end(answer) == _end(before)
+        if alike and not said and answer["text"] != before["text"]:
             raise Wrong("the same tokens with another text", before["text"])
         return True
 
-    def _undecided(
-        self,
-        request: Request,
-        policy: dict[str, Any],
-        ends: Collection[int],
-        at: int,
-        other: int,
-        told: dict[str, Any],
-    ) -> bool:
-        """Whether rounding may have drawn the other token: one as likely lies beside it in the order of draws."""
-        asked = (request.prompt, policy, at + 1, ends)
-        row = self.reference.expected(*asked, **told).logits[at].log_softmax(-1)
-        close = abs(float(row[told["forced"][at]] - row[other])) < TIE
-        return close or self.reference.decided_by_rounding(*asked, **told)
+    def _close(self, asked: Asked, tokens: list[int], others: list[int], at: int) -> bool:
+        """Whether rounding may have drawn the other token: one as likely is beside it in the order of draws."""
+        drawn = asked.drawn(tokens[: at + 1])
+        row = self.reference.expected(**drawn).logits[at].log_softmax(-1)
+        close = abs(float(row[tokens[at]] - row[others[at]])) < TIE
+        return close or self.reference.decided_by_rounding(**drawn)
 
-    def _seeded_logprobs(
-        self, request: Request, policy: dict[str, Any], ends: Collection[int], answer: Answer
-    ) -> None:
-        """Of the tokens that were drawn, where no top-k and top-p cut anything off."""
-        sampling, tokens = request.sampling, answer["output_ids"]
-        asked = (request.prompt, policy, len(tokens), ends)
-        told = {"forced": tokens, "seed": sampling["sampling_seed"]}
-        rows = self.reference.expected(*asked, **told).logits
-        entries = answer["meta_info"]["output_token_logprobs"]
+    def _drawn(self, asked: Asked, answer: Answer) -> None:
+        """Log-probabilities of the tokens that were drawn, where no top-k and top-p cut anything off."""
+        tokens, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
         if len(entries) != len(tokens):
             raise Wrong(f"log-probabilities of {len(entries)} tokens, there are {len(tokens)}")
-        want = [
-            float((row / sampling["temperature"]).log_softmax(-1)[token])
-            for row, token in zip(rows, tokens, strict=True)
-        ]
-        worst = max(abs(value - entry[0]) for value, entry in zip(want, entries, strict=True))
+        drawn = asked.drawn(tokens)
+        temperature = asked.request.sampling["temperature"]
+        rows = [(row / temperature).log_softmax(-1) for row in self.reference.expected(**drawn).logits]
+        known = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        worst = max(abs(value - entry[0]) for value, entry in zip(known, entries, strict=True))
         if worst > 3 * TOLERANCE:
-            if not self.reference.decided_by_rounding(*asked, **told):
-                raise Wrong(f"log-probabilities of what was drawn off by {worst}", want)
+            if not self.reference.decided_by_rounding(**drawn):
+                raise Wrong(f"log-probabilities of what was drawn off by {worst}", known)
             self.counts["not compared: decided by rounding"] += 1
             return
         self.counts["log-probabilities compared"] += 1
@@ -124,6 +131,10 @@ class Repeats:
         elif not re.fullmatch(rule, text):
             raise Wrong(f"{text!r} is not in the grammar")
         self.counts["texts held against their grammar"] += 1
+
+
+def _end(answer: Answer) -> str:
+    return answer["meta_info"]["finish_reason"]["type"]
 
 
 def difference(tokens: list[int], others: list[int]) -> int | None:

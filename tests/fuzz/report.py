@@ -24,12 +24,13 @@ class Report:
 
     Attributes:
         folder: where failures are written.
+        options: of the command that repeats a world, beside its seed.
         counts: see ``MECHANISMS`` and ``TOTALS``, and whatever else was counted.
         failures: files of failures.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, options: str = "") -> None:
+        self.folder, self.options = folder, options
         self.counts: Counter[str] = Counter()
         self.failures: list[Path] = []
 
@@ -48,7 +49,7 @@ class Report:
         path = self.folder / f"{world.seed}-{number}.json"
         told = {
             "why": why,
-            "command": command(world),
+            "command": self.command(world),
             "flags": world.flags,
             "env": world.env,
             "world": asdict(world),
@@ -60,7 +61,7 @@ class Report:
         self.failures.append(path)
         asked = f", {request.kind} of {len(request.prompt)} tokens, {request.policy}" if request else ""
         shown = why if len(why) <= 300 else f"{why[:100]} ... {why[-200:]}"
-        print(f"  FAILED {shown}{asked}\n    {path}\n    {command(world)}", flush=True)
+        print(f"  FAILED {shown}{asked}\n    {path}\n    {self.command(world)}", flush=True)
 
     def world_line(self, world: World, before: Counter[str]) -> str:
         """What was done in a world since the counts before it."""
@@ -84,7 +85,6 @@ class Report:
         """Mechanisms that no request used."""
         return [name for name in MECHANISMS if not self.counts[name]]
 
-
-def command(world: World) -> str:
-    """What runs a world again."""
-    return f'make fuzz ARGS="--seed {world.seed} --worlds 1"'
+    def command(self, world: World) -> str:
+        """What runs a world again."""
+        return f'make fuzz ARGS="--seed {world.seed} --worlds 1{self.options}"'

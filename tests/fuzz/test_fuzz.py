@@ -20,6 +20,7 @@ from fuzz.requests import REPEATED, Request
 SEED = 196
 """Of a world that is small, has a draft, and whose server is a fork."""
 WAVE = 9
+"""Requests of a wave that are drawn, those that are sent twice counted once."""
 ALWAYS = (
     {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64},
     {"tsp_rate": 0.4},
@@ -28,7 +29,6 @@ ALWAYS = (
     {"speculative": True},
 )
 """Policies of requests that are sent whatever is drawn."""
-"""Requests of a wave, those that are sent twice counted once."""
 MOST_TOKENS = 40
 """Of an answer."""
 MOST_PLANTED = 5
