@@ -185,16 +185,19 @@ def _target(rng: random.Random) -> Target:
 def _draft(rng: random.Random, target: Target, devices: int) -> Draft:
     """Each device has KV heads of the draft's own."""
     heads, kv_heads = rng.choice([(4, 2), (2, 2)] if devices > 1 else [(2, 1), (4, 2), (2, 2)])
-    config = {
-        "num_hidden_layers": rng.choice([1, 2, 4]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": rng.choice([16, 32]),
-    }
+    layers, dim = rng.choice([1, 2, 4]), rng.choice([16, 32])
     noise = None if rng.random() < 0.3 else rng.choice([0.0, 0.0005, 0.0008, 0.002, 0.005])
     # Transformers gives Qwen2 a tokenizer of its own, with one id more; a draft has to share the target's.
-    families = ["Qwen2"] if target.family == "Qwen2" else ["Llama", "Qwen3"]
-    return Draft(noise, rng.choice(families), config, rng.choice([0, 0, 0.05, 0.5]))
+    family = rng.choice(["Qwen2"] if target.family == "Qwen2" else ["Llama", "Qwen3"])
+    config = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+    }
+    if family == "Qwen2":
+        config["hidden_size"] = heads * dim
+    return Draft(noise, family, config, rng.choice([0, 0, 0.05, 0.5]))
 
 
 def _memory(rng: random.Random) -> tuple[dict[str, Any], list[Any]]:
