@@ -188,16 +188,19 @@ def starter(folder: Path):
         log.touch()
         env = {**os.environ, "OMP_NUM_THREADS": THREADS, **(env or {})}
         process = start([*command, "--port", str(port)], log, env)
-        server = answering(Server(process, f"http://127.0.0.1:{port}", log))
-        servers.append(server)
-        return server
+        server = Server(process, f"http://127.0.0.1:{port}", log)
+        servers.append(server)  # one whose start is interrupted ends too
+        return answering(server)
 
-    yield run
-    stoppers = [threading.Thread(target=server.stop) for server in servers if server.process.poll() is None]
-    for thread in stoppers:
-        thread.start()
-    for thread in stoppers:
-        thread.join()
+    try:
+        yield run
+    finally:
+        running = [server for server in servers if server.process.poll() is None]
+        stoppers = [threading.Thread(target=server.stop) for server in running]
+        for thread in stoppers:
+            thread.start()
+        for thread in stoppers:
+            thread.join()
 
 
 def serve(run, template, model, *flags, env=None, stock=False) -> Server:
