@@ -59,26 +59,29 @@ def _top_k() -> Callable[..., None]:
                 order[t] = place
                 most = max(most, place)
                 least = min(least, place)
-            # Bins of equal width say where the last score to be taken lies; only that bin is sorted.
+            # Bins of equal width say where the last score to be taken lies, bins of that bin more closely, …
             shift = np.uint32(0)
             while (most - least) >> shift >= 1 << bits:
                 shift += np.uint32(1)
-            bins = np.zeros(1 << bits, np.int64)
-            for t in range(n):
-                bins[(order[t] - least) >> shift] += 1
+            bins, there, size = np.empty(1 << bits, np.int64), order.copy(), n
             above, border = 0, (most - least) >> shift
-            while above + bins[border] < counts[i]:
-                above += bins[border]
-                border -= np.uint32(1)
-            own, there = np.empty(bins[border], np.uint32), 0
-            for t in range(n):
-                if (order[t] - least) >> shift == border:
-                    own[there] = order[t]
-                    there += 1
-            room = counts[i] - above
-            threshold = np.partition(own, there - room)[there - room]
-            for t in range(there):
-                room -= own[t] > threshold
+            while True:
+                bins[:] = 0
+                for t in range(size):
+                    bins[(there[t] - least) >> shift] += 1
+                while above + bins[border] < counts[i]:
+                    above += bins[border]
+                    border -= np.uint32(1)
+                if shift == 0:
+                    break
+                inside = 0
+                for t in range(size):
+                    if (there[t] - least) >> shift == border:
+                        there[inside] = there[t]
+                        inside += 1
+                size, least, finer = inside, least + (border << shift), min(shift, np.uint32(bits))
+                border, shift = (np.uint32(1) << finer) - np.uint32(1), shift - finer
+            threshold, room = least + border, counts[i] - above
             place = 0
             for t in range(n):
                 if order[t] < threshold:

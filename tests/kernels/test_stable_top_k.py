@@ -48,6 +48,19 @@ def test_many_scores_of_any_size(seed, n, spread):
         assert got[:count].tolist() == best.sort().values.tolist() and (got[count:] == -1).all()
 
 
+near_multiples = st.builds(lambda m, d: m * 2**20 + d, st.integers(1, 8), st.integers(-3, 3))
+
+
+@given(bits=st.lists(near_multiples, min_size=1, max_size=60), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_scores_that_differ_in_their_last_bits(bits, data):
+    scores = torch.tensor([*bits, 0x7F000000], dtype=torch.int32).view(1, -1).view(torch.float32)
+    k = data.draw(st.integers(1, len(bits)))
+    indices, _ = stable_top_k(scores, *torch.tensor([0, scores.shape[1], k]), k)
+    best = torch.argsort(scores[0], descending=True, stable=True)[:k]
+    assert indices[0].tolist() == best.sort().values.tolist()
+
+
 def test_one_range_may_stand_for_all_rows():
     scores = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]])
     none, two, three = torch.tensor([0, 2, 3])
