@@ -231,14 +231,26 @@ def test_the_monitor_finds_the_port():
 
 def test_the_router_finds_the_servers():
     release = render(CASES["one node"])
-    args = release["Deployment/demo-router"]["spec"]["template"]["spec"]["containers"][0]["args"]
-    at = args.index("--selector")
-    selector = dict(word.split("=") for word in args[at + 1 :])
+    container = release["Deployment/demo-router"]["spec"]["template"]["spec"]["containers"][0]
+    args = container["args"]
+    at = args.index("--selector") + 1
+    labels_end = next((i for i in range(at, len(args)) if args[i].startswith("--")), len(args))
+    selector = dict(word.split("=") for word in args[at:labels_end])
     ((labels, spec),) = component(release, "server")
     assert matches(selector, labels)
     assert f"--service-discovery-port={spec['containers'][0]['ports'][0]['containerPort']}" in args
     role = release["Role/demo-router"]["rules"]
     assert role == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    key = {"secretKeyRef": {"name": "keys", "key": "api-key"}}
+    assert container["env"] == [{"name": "FATHOM_API_KEY", "valueFrom": key}]
+    assert "--api-key=$(FATHOM_API_KEY)" in args
+
+
+def test_a_router_without_keys():
+    values = {"router": {"enabled": True}}
+    container = render(values)["Deployment/demo-router"]["spec"]["template"]["spec"]["containers"][0]
+    assert "env" not in container
+    assert not any(word.startswith("--api-key") for word in container["args"])
 
 
 @pytest.mark.parametrize(
