@@ -56,15 +56,20 @@ def why_not(asked: bool | None) -> str:
 
 
 def refuse_model(model: Any) -> None:
-    """Refuse a model whose KV depth pages on a GPU do not take, before its weights are loaded.
+    """Refuse a model that Fathom's way of serving on this machine does not take, before its weights are loaded.
 
     Args:
-        model: SGLang's ``ModelConfig``.
+        model: SGLang's ``ModelConfig``, of a target or a draft.
 
     Raises:
         StartError: with the reason, and what serves the model.
     """
     if not on_gpu():
+        if used() and model.quantization:
+            raise StartError(
+                f"{model.model_path} would have quantized weights ({model.quantization}), for which SGLang's "
+                "kernels need a GPU"
+            )
         return
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
@@ -76,6 +81,6 @@ def refuse_model(model: Any) -> None:
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise StartError(
-            f"the model has {' and '.join(found)}, which depth pages on a GPU do not take: with {OFF} "
-            "it is served dense, by SGLang's own path"
+            f"{model.model_path} has {' and '.join(found)}, which depth pages on a GPU do not take: with {OFF} "
+            "models are served dense, without a draft, by SGLang's own path"
         )

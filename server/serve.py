@@ -336,9 +336,12 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
 
     try:
         model = ModelConfig.from_server_args(server_args)
+        draft = server_args.speculative_draft_model_path
+        others = [ModelConfig.from_server_args(server_args, draft, is_draft_model=True)] if drafted else []
     except Exception as error:
         raise StartError(checks.one_line(error)) from error
-    depth_pages.refuse_model(model)
+    for each in (model, *others):
+        depth_pages.refuse_model(each)
     layers = model.num_hidden_layers
     if face.propagation_buffer is None:
         face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)

@@ -39,7 +39,7 @@ def test_a_model_that_depth_pages_on_a_gpu_do_not_take(model, monkeypatch):
     if not reason:
         depth_pages.refuse_model(config)
         return
-    with pytest.raises(StartError, match=f"the model has {reason}, which depth pages .*--no-gpu-depth-pages"):
+    with pytest.raises(StartError, match=f" has {reason}, which depth pages .*--no-gpu-depth-pages"):
         depth_pages.refuse_model(config)
 
 
@@ -48,8 +48,28 @@ def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setattr(depth_pages, "refuse_model", asked.append)
     work = serve.plan(["--demo"])
     arguments = serve._server_args(work.engine_flags, work.face)
-    serve._learn_limits(work.face, arguments, True)
+    serve._learn_limits(work.face, arguments, False)
     assert [model.num_hidden_layers for model in asked] == [8]
+
+
+def test_the_draft_is_asked_about_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr(depth_pages, "refuse_model", asked.append)
+    work = serve.plan(["--demo"])
+    draft = ["--speculative-draft-model-path", work.draft]
+    arguments = serve._server_args([*work.engine_flags, *draft], work.face)
+    serve._learn_limits(work.face, arguments, True)
+    assert [model.model_path for model in asked] == [work.model, work.draft]
+
+
+@pytest.mark.parametrize("model", ["Llama"], indirect=True)
+def test_quantized_weights_without_a_gpu(model, monkeypatch):
+    config, _ = model
+    config.quantization = "fp8"
+    with pytest.raises(StartError, match=r"quantized weights \(fp8\), for which SGLang's kernels need a GPU"):
+        depth_pages.refuse_model(config)
+    monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
+    depth_pages.refuse_model(config)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
