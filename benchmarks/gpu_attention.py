@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,8 +40,6 @@ from fathom.runtime.sfi.config import SfiConfig
 SFI = SfiConfig()
 CHUNK = 8192
 """New tokens of all requests together in a chunk of prefill."""
-WORKSPACE = 128 << 20
-"""Bytes that FlashInfer gets where it reads one piece of memory."""
 CHECKED_ROWS = 16
 """Query rows of a request in a chunk that are compared where the reference cannot afford them all."""
 
@@ -154,13 +152,11 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     slots = pool.table[1 : 1 + sum(s.lengths), 0].cpu().numpy()
     view = SpanView(slots.__getitem__, entry, bounds, np.zeros(tokens, np.int64))
     there = DeviceTables(1, s.batch, sum(s.lengths), tokens, s.device).fill(0, view)
-    made = FlashInferPrefill(1, s.heads, s.kv_heads, s.head_dim, s.dtype, s.device, s.processors)
+    shape = 1, s.heads, s.kv_heads, s.head_dim, s.dtype, s.device, s.processors
+    made = FlashInferPrefill(*shape, copied=sum(s.lengths) if gathered else 0)
 
     def call() -> Any:
-        made.attend(0, view, there, query, pool.pair, scale, output)
-
-    if gathered:
-        call = _gathered(s, pool, slots, entry, bounds, query, output)
+        made.attend(0, view, there, query, pool.pair, scale, output, gathered)
 
     def pairs(_: Any, last: bool) -> Iterator[Pair]:
         for i in range(s.batch - 1 if last else 0, s.batch):
@@ -179,34 +175,6 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     seen = sum(f * b + f * (f + 1) // 2 for f, b in zip(fresh, before, strict=True))
     moved = sum(s.lengths) * (s.entry_bytes + 4) + tokens * s.row_bytes(s.dtype.itemsize)
     return Problem(call, pairs, moved, s.product_flops(seen), partial(output.fill_, float("nan")))
-
-
-def _gathered(
-    s: Setting,
-    pool: Pool,
-    slots: np.ndarray,
-    entry: np.ndarray,
-    bounds: np.ndarray,
-    query: torch.Tensor,
-    output: torch.Tensor,
-) -> Callable[[], Any]:
-    """Copies what the requests read, and attends to the copies."""
-    from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-    at = torch.from_numpy(slots).to(s.device)
-    copies = [torch.empty(len(at), *held.shape[1:], dtype=held.dtype, device=s.device) for held in pool.pair]
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=s.device)
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="auto")
-    lengths = (torch.from_numpy(each.astype(np.int32)) for each in (bounds, entry))
-    kinds = {"q_data_type": s.dtype, "kv_data_type": s.dtype}
-    wrapper.plan(*lengths, s.heads, s.kv_heads, s.head_dim, causal=True, sm_scale=s.head_dim**-0.5, **kinds)
-
-    def call() -> None:
-        for held, copy in zip(pool.pair, copies, strict=True):
-            torch.index_select(held, 0, at, out=copy)
-        wrapper.run(query, *copies, out=output)
-
-    return call
 
 
 def fast_step(

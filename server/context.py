@@ -29,7 +29,7 @@ class Face:
         shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
         sfi: how requests decode slow and fast.
         draft_cost: time of a draft step as a share of the model's; None to estimate it.
-        gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
+        gpu_prefill: what computes the attention of prefill on a GPU, ``auto``, ``gathered`` or ``triton``.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
         packed_weights: whether the engine has packed weights, which nobody can change or read back.

@@ -55,9 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument(
         "--gpu-prefill-attention",
-        choices=("auto", "triton"),
+        choices=("auto", "gathered", "triton"),
         default="auto",
-        help="with depth pages on a GPU: by FlashInfer where that can be, or by Triton (default: %(default)s)",
+        help="with depth pages on a GPU: by FlashInfer where that can be; the same, from copies in one piece "
+        "where a step has many rows; or by Triton (default: %(default)s)",
     )
 
 

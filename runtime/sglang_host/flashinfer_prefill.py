@@ -1,7 +1,10 @@
-"""Prefill attention on a GPU by FlashInfer's paged kernels, where they take the layout of the depth pages.
+"""Prefill attention on a GPU by FlashInfer's kernels, where they take the layout of the depth pages.
 
 One wrapper per span, because a plan belongs to the lengths of one span's tables and is kept in the wrapper's own
 workspace. A plan is made from what the host knows of a step, and is the plan of all layers of its span.
+
+The paged kernels read keys and values where they lie, an address for each. On request, steps of many rows have
+them copied into one piece of memory first, layer by layer, for the kernels that read such pieces.
 """
 
 import logging
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUTO, TRITON = "auto", "triton"
+AUTO, GATHERED, TRITON = "auto", "gathered", "triton"
 ASKED_FOR = "asked for by --gpu-prefill-attention"
 NO_GPU = "FlashInfer needs an NVIDIA GPU"
 HEAD_DIMS = (64, 128, 256)
@@ -31,6 +34,11 @@ FEW_ROWS = 16
 one program per head and 128 rows, however long it is; Triton's split its entries. Where they meet is not known."""
 PLAN_BYTES = (8 << 20) + 4 * 32768
 """On the device, of each wrapper: its integer workspace and its buffer of lengths."""
+ROWS_PER_COPY = 1024
+"""Query rows that read an entry, on average over a step's entries, from which on it is worth a copy. With four
+heads on each KV head, a copy at 4 TB/s then costs a sixteenth of what attention at 500 TFLOP/s does."""
+MOST_COPIED = 1 << 18
+"""Entries of a step: those of 8 KV heads of 128 take 1 GiB."""
 FAR = 0.05
 """Largest difference from PyTorch's float32 that 16-bit products of standard normal numbers may have."""
 
@@ -40,7 +48,8 @@ class Options:
     """What the operator asked for; set once per process, before the engine is made.
 
     Attributes:
-        prefill: ``auto`` for FlashInfer where it takes the layout, or ``triton``.
+        prefill: ``auto`` for FlashInfer where it takes the layout, ``gathered`` for the same from copies where a
+            step has many rows, or ``triton``.
     """
 
     prefill: str = AUTO
@@ -69,6 +78,24 @@ class PagedWrapper(Protocol):
     def run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
     ) -> torch.Tensor:
+        """Attention as planned."""
+
+
+class RaggedWrapper(Protocol):
+    """The part of ``flashinfer.BatchPrefillWithRaggedKVCacheWrapper`` that is used."""
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        **options: Any,
+    ) -> None:
+        """Prepare ``run`` for segments of these lengths."""
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """Attention as planned."""
 
 
@@ -115,9 +142,13 @@ def float_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> in
     return 4 * heads * (2 * processors // kv_heads) * tile * (head_dim + 1)
 
 
-def device_bytes(spans: int, heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
+def device_bytes(
+    spans: int, heads: int, kv_heads: int, head_dim: int, processors: int, copied: int = 0
+) -> int:
     """Bytes of device memory that a :class:`FlashInferPrefill` takes."""
-    return float_bytes(heads, kv_heads, head_dim, processors) + spans * PLAN_BYTES
+    wrappers = 2 * spans if copied else spans
+    copies = 2 * copied * kv_heads * head_dim * torch.bfloat16.itemsize
+    return float_bytes(heads, kv_heads, head_dim, processors) + wrappers * PLAN_BYTES + copies
 
 
 def processors_of(device: torch.device) -> int:
@@ -132,6 +163,13 @@ def paged_wrapper(workspace: torch.Tensor) -> PagedWrapper:
     return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
 
 
+def ragged_wrapper(workspace: torch.Tensor) -> RaggedWrapper:
+    """FlashInfer's own wrapper of the kernels that read keys and values in one piece."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    return BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="auto")
+
+
 @dataclass
 class Planned:
     """A span's wrapper, and what its plan is for.
@@ -140,7 +178,7 @@ class Planned:
         copied: an event behind the copy of the plan to the device; None before the first.
     """
 
-    wrapper: PagedWrapper
+    wrapper: Any
     view: SpanView | None = None
     there: DeviceView | None = None
     scale: float = 0.0
@@ -154,6 +192,7 @@ class FlashInferPrefill:
 
     Attributes:
         plans: how often a span was planned.
+        gathered_plans: how often of these for keys and values that are copied first.
     """
 
     def __init__(
@@ -166,19 +205,26 @@ class FlashInferPrefill:
         device: torch.device,
         processors: int,
         make: Callable[[torch.Tensor], PagedWrapper] = paged_wrapper,
+        make_ragged: Callable[[torch.Tensor], RaggedWrapper] = ragged_wrapper,
+        copied: int = 0,
     ) -> None:
         """
         Args:
             dtype: of queries, keys, values and output.
             processors: multiprocessors of the device.
-            make: a wrapper over a float workspace [bytes] uint8, which it shares with those of the other spans.
+            make, make_ragged: a wrapper over a float workspace [bytes] uint8, which it shares with all others.
+            copied: entries of a step that there is room for copies of; 0 to read all where they lie.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.device = dtype, device
         size = float_bytes(heads, kv_heads, head_dim, processors)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self._spans = [Planned(make(workspace)) for _ in range(spans)]
-        self.plans = 0
+        self._paged = [Planned(make(workspace)) for _ in range(spans)]
+        self._ragged = [Planned(make_ragged(workspace)) for _ in range(spans if copied else 0)]
+        self._copies = tuple(
+            torch.empty(copied, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.plans = self.gathered_plans = 0
 
     def takes(self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], there: DeviceView) -> bool:
         """Whether :meth:`attend` is for this layer and step: its sizes, and more than a few rows of a segment.
@@ -202,6 +248,7 @@ class FlashInferPrefill:
         pool: tuple[torch.Tensor, torch.Tensor],
         scale: float,
         output: torch.Tensor,
+        gathers: bool | None = None,
     ) -> None:
         """Attention of each segment's rows over its entries up to their own, into ``output``.
 
@@ -211,12 +258,30 @@ class FlashInferPrefill:
             pool: keys and values [slots, kv_heads, head_dim], with the rows' own in them.
             scale: factor on the dot products.
             output: [rows, heads, head_dim], contiguous.
+            gathers: whether from copies, of which there must be room; by default as :meth:`gathers` says.
         """
-        if len(query):
-            self._plan(span, view, there, scale).run(query, pool, out=output)
+        if not len(query):
+            return
+        entries = int(view.entry[-1])
+        slots = there.table[DUMMY + 1 :][:entries, 0]
+        if not (self.gathers(view) if gathers is None else gathers):
+            self._planned(self._paged[span], view, there, scale, slots).run(query, pool, out=output)
+            return
+        copies = [copy[:entries] for copy in self._copies]
+        for held, copy in zip(pool, copies, strict=True):
+            torch.index_select(held, 0, slots, out=copy)
+        self._planned(self._ragged[span], view, there, scale, None).run(query, *copies, out=output)
 
-    def _plan(self, span: int, view: SpanView, there: DeviceView, scale: float) -> PagedWrapper:
-        held = self._spans[span]
+    def gathers(self, view: SpanView) -> bool:
+        """Whether :meth:`attend` copies what a step reads first."""
+        entries = int(view.entry[-1])
+        read = int(np.diff(view.query) @ np.diff(view.entry))
+        return entries <= len(self._copies[0]) and read >= ROWS_PER_COPY * entries > 0
+
+    def _planned(
+        self, held: Planned, view: SpanView, there: DeviceView, scale: float, slots: torch.Tensor | None
+    ) -> Any:
+        """A span's wrapper with the plan of this step; ``slots`` of its entries, None where they are copied."""
         # A view that is filled in again may lie in other buffers: the plan is of both.
         if held.view is view and held.there is there and held.scale == scale:
             return held.wrapper
@@ -224,23 +289,24 @@ class FlashInferPrefill:
         # an overlapped step leaves behind the whole step before it.
         if held.copied is not None:
             held.copied.synchronize()
-        lengths, first = np.diff(view.entry), DUMMY + 1
-        held.wrapper.plan(
-            self._sent(view.query),
-            self._sent(view.entry),
-            there.table[first : first + int(view.entry[-1]), 0],
-            self._sent(np.minimum(lengths, 1)),
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            1,
-            head_dim_vo=self.head_dim,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-            seq_lens=self._sent(lengths),
+        bounds, heads = (
+            (self._sent(view.query), self._sent(view.entry)),
+            (self.heads, self.kv_heads, self.head_dim),
         )
+        options = {
+            "head_dim_vo": self.head_dim,
+            "causal": True,
+            "sm_scale": scale,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+        }
+        if slots is None:
+            held.wrapper.plan(*bounds, *heads, **options)
+            self.gathered_plans += 1
+        else:
+            lengths = np.diff(view.entry)
+            last = self._sent(np.minimum(lengths, 1))
+            held.wrapper.plan(*bounds, slots, last, *heads, 1, **options, seq_lens=self._sent(lengths))
         if held.copied is None:
             held.copied = torch.get_device_module(self.device).Event()
         held.copied.record()
@@ -255,7 +321,8 @@ class FlashInferPrefill:
     def difference(self) -> float:
         """Largest difference between results of a small made-up step and PyTorch's; builds the kernels.
 
-        Segments of one row, of rows without a prefix, and of some after a long one.
+        Segments of one row, of rows without a prefix, and of some after a long one; from copies too, where there is
+        room for them.
         """
         counts = np.array([[1, 1], [40, 40], [700, 130], [300, 1]])
         slots, rows = counts.sum(0).tolist()
@@ -268,9 +335,11 @@ class FlashInferPrefill:
         entry, bounds = (np.concatenate([[0], np.cumsum(column)]) for column in counts.T)
         view = SpanView(order.astype(np.int32).__getitem__, entry, bounds, np.zeros(rows, np.int64))
         there = DeviceTables(1, len(counts), slots, rows, self.device).fill(0, view)
-        scale, found = self.head_dim**-0.5, torch.empty_like(query)
-        self.attend(0, view, there, query, (keys, values), scale, found)
-        wanted = torch.empty_like(found, dtype=torch.float32)
+        scale, kinds = self.head_dim**-0.5, [False, True][: 1 + (slots <= len(self._copies[0]))]
+        found = [torch.empty_like(query) for _ in kinds]
+        for gathers, output in zip(kinds, found, strict=True):
+            self.attend(0, view, there, query, (keys, values), scale, output, gathers)
+        wanted = torch.empty_like(query, dtype=torch.float32)
         for i, (length, new) in enumerate(counts.tolist()):
             own = slice(int(bounds[i]), int(bounds[i + 1]))
             read = there.table[1 + int(entry[i]) :][:length, 0].long()
@@ -279,7 +348,7 @@ class FlashInferPrefill:
             wanted[own] = torch.nn.functional.scaled_dot_product_attention(
                 *(q[None], k[None], v[None]), attn_mask=seen, scale=scale, enable_gqa=True
             )[0].transpose(0, 1)
-        return float((found.float() - wanted).abs().max())
+        return float((torch.stack(found).float() - wanted).abs().max())
 
 
 def choose(
@@ -298,7 +367,8 @@ def choose(
     if reason := why_not(*layout, device):
         return None, reason
     _, dtype, heads, kv_heads, head_dim, _ = layout
-    made = make(spans, heads, kv_heads, head_dim, dtype, device, processors_of(device))
+    shape = spans, heads, kv_heads, head_dim, dtype, device, processors_of(device)
+    made = make(*shape, copied=_most_copied(runner))
     reason = _trial(made)
     if reason:
         logger.warning("prefill attention stays with Triton: %s", reason)
@@ -319,7 +389,12 @@ def reserved_bytes(runner: "ModelRunner", spans: int) -> int:
     if OPTIONS.prefill == TRITON or why_not(*layout, device):
         return 0
     _, _, heads, kv_heads, head_dim, _ = layout
-    return device_bytes(spans, heads, kv_heads, head_dim, processors_of(device))
+    return device_bytes(spans, heads, kv_heads, head_dim, processors_of(device), _most_copied(runner))
+
+
+def _most_copied(runner: "ModelRunner") -> int:
+    """Entries of a step that may be copied."""
+    return min(runner.model_config.context_len, MOST_COPIED) if OPTIONS.prefill == GATHERED else 0
 
 
 def _trial(made: FlashInferPrefill) -> str:

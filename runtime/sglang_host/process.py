@@ -32,7 +32,7 @@ def install(
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
         sfi: how requests decode slow and fast, or None for the defaults.
         draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
-        gpu_prefill: what computes the attention of prefill on a GPU, ``auto`` or ``triton``.
+        gpu_prefill: what computes the attention of prefill on a GPU, ``auto``, ``gathered`` or ``triton``.
         shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
     """
     import torch._dynamo

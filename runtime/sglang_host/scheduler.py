@@ -217,6 +217,7 @@ class FathomScheduler(Scheduler):
             "grown_tables": getattr(getattr(runner.attn_backend, "tables", None), "grown", 0),
             "prefill_attention": getattr(runner.attn_backend, "prefill_attention", None),
             "flashinfer_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "plans", 0),
+            "gathered_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "gathered_plans", 0),
             "replayed_steps": getattr(runner.decode_cuda_graph_runner, "replayed", {}),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),

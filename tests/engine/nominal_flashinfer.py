@@ -7,7 +7,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import nominal_gpu  # noqa: F401, E402  first: it makes the device
 import torch  # noqa: E402
-from flashinfer_wrapper import Wrapper  # noqa: E402
+from flashinfer_wrapper import Ragged, Wrapper  # noqa: E402
 
 from fathom.runtime.sglang_host import flashinfer_prefill  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
@@ -17,14 +17,21 @@ class InFloat32(Wrapper):
     dtypes, head_dims = (torch.float32,), (16, 32, 64)
 
 
+class RaggedInFloat32(Ragged):
+    dtypes, head_dims = InFloat32.dtypes, InFloat32.head_dims
+
+
 def choose(runner, spans, device):
     _, dtype, heads, kv_heads, head_dim, _ = flashinfer_prefill.layout_of(runner)
     shape = spans, heads, kv_heads, head_dim, dtype, device
-    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, make=InFloat32), ""
+    copied = flashinfer_prefill._most_copied(runner)
+    makers = {"make": InFloat32, "make_ragged": RaggedInFloat32}
+    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, **makers, copied=copied), ""
 
 
 flashinfer_prefill.choose = choose
 flashinfer_prefill.FEW_ROWS = 0
+flashinfer_prefill.ROWS_PER_COPY = 8
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ import sys
 import flashinfer
 import torch
 from flashinfer import prefill
-from flashinfer_wrapper import Wrapper, check
+from flashinfer_wrapper import Ragged, Wrapper, check
 
 from fathom.runtime.sglang_host import flashinfer_prefill
 
@@ -54,6 +54,23 @@ class Module:
         behind.run(q, (k[:, 0], v[:, 0]), out=out)
         self.calls.append("run")
 
+    def ragged_run(self, floats, ints, plan, q, k, v, qo, kv, out, lse, mask, layout, *rest):
+        window, _, custom_mask, *_ = rest
+        check(plan == [len(q), len(kv) - 1] and (lse, window, custom_mask) == (None, -1, None), "plan")
+        check(mask == prefill.MaskMode.CAUSAL.value and layout == prefill.TensorLayout.NHD.value, "layout")
+        check(torch.equal(kv.diff(), self.lengths), "lengths")
+        behind = Ragged(floats)
+        behind.plan(
+            *(qo, kv, q.shape[1], k.shape[1], q.shape[2]),
+            head_dim_vo=v.shape[2],
+            causal=True,
+            sm_scale=rest[9],
+            q_data_type=q.dtype,
+            kv_data_type=k.dtype,
+        )
+        behind.run(q, k, v, out=out)
+        self.calls.append("run")
+
 
 SETTINGS = 8, 2, 1, False, 64, 64, True, -1
 
@@ -65,12 +82,13 @@ def main():
         modules = []
 
         def module(*args, modules=modules):
-            modules.append(Module(*args))
-            return modules[-1]
+            modules[:] = modules or [Module(*args)]
+            return modules[0]
 
         prefill.get_batch_prefill_module = module
         prefill.determine_attention_backend = lambda *_, backend=backend, **__: backend
-        made = flashinfer_prefill.FlashInferPrefill(2, 8, 2, 64, torch.float16, torch.device("cpu"), 132)
+        shape = 2, 8, 2, 64, torch.float16, torch.device("cpu"), 132
+        made = flashinfer_prefill.FlashInferPrefill(*shape, copied=2000)
         difference = made.difference()
         check(difference < 0.005, f"results differ by {difference}")
         print(backend, *modules[0].calls)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from flashinfer_wrapper import OnDevice, Wrapper
+from flashinfer_wrapper import OnDevice, Ragged, Wrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,8 +28,8 @@ CPU, HALF, SCALE = torch.device("cpu"), torch.float16, 0.1
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def prefill(spans=1, make=Wrapper, dtype=HALF):
-    return FlashInferPrefill(spans, HEADS, KV_HEADS, DIM, dtype, CPU, 132, make)
+def prefill(spans=1, make=Wrapper, dtype=HALF, copied=0):
+    return FlashInferPrefill(spans, HEADS, KV_HEADS, DIM, dtype, CPU, 132, make, Ragged, copied)
 
 
 def span_view(lengths, new, seed=0):
@@ -101,6 +101,27 @@ def test_each_step_of_each_layer_is_attention_over_its_tables(steps):
                 if len(query):
                     check(view, query, output, kv)
     assert made.plans == 2 * sum(any(new for _, new in step) for step in steps)
+
+
+@given(steps=st.lists(segments, min_size=1, max_size=4), copied=st.integers(1, 120), rows=st.integers(1, 20))
+@settings(max_examples=60)
+def test_steps_of_many_rows_read_copies(steps, copied, rows):
+    tables, made = DeviceTables(2, segments=2, entries=30, rows=9, device="cpu"), prefill(2, copied=copied)
+    gathered = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer_prefill, "ROWS_PER_COPY", rows)
+        for number, step in enumerate(steps):
+            entries, pairs = sum(length for length, _ in step), sum(length * new for length, new in step)
+            gathered += entries <= copied and pairs >= rows * entries
+            view = span_view(*zip(*step, strict=True), seed=number)
+            there = on_device(tables.fill(1, view))
+            for layer in range(2):
+                kv = pool(seed=layer)
+                query, output = attend(made, 1, view, there, kv, seed=number)
+                if len(query):
+                    check(view, query, output, kv)
+    assert made.gathered_plans == gathered
+    assert made.plans == sum(any(new for _, new in step) for step in steps)
 
 
 def test_requests_in_mixed_states():
@@ -188,13 +209,20 @@ def test_a_plan_is_not_written_over_while_its_copy_may_be_on_the_way(monkeypatch
 
 def test_wrappers_share_a_workspace_that_every_plan_fits_in():
     made = prefill(spans=3)
-    workspaces = {held.wrapper.workspace.data_ptr() for held in made._spans}
-    assert len(workspaces) == 1
+    workspaces = {held.wrapper.workspace.data_ptr() for held in made._paged}
+    assert len(workspaces) == 1 and not made._ragged
     # 132 multiprocessors, 64 heads over 8: 33 programs per KV head, each with 128 rows of 128 numbers and a sum.
     size = flashinfer_prefill.float_bytes(64, 8, 128, 132)
     assert size == 64 * 33 * 128 * (128 + 1) * 4
     assert flashinfer_prefill.device_bytes(4, 64, 8, 128, 132) == size + 4 * ((8 << 20) + 131072)
     assert flashinfer_prefill.float_bytes(64, 8, 256, 132) == 64 * 33 * 64 * 257 * 4
+    made = prefill(spans=3, copied=50)
+    workspaces |= {held.wrapper.workspace.data_ptr() for held in (*made._paged, *made._ragged)}
+    assert len(workspaces) == 2 and len(made._ragged) == 3
+    copies = 2 * 1000 * 8 * 128 * 2
+    assert (
+        flashinfer_prefill.device_bytes(4, 64, 8, 128, 132, 1000) == size + 8 * ((8 << 20) + 131072) + copies
+    )
 
 
 def test_its_own_wrapper_takes_what_it_is_given():
@@ -211,7 +239,7 @@ def test_its_own_wrapper_takes_what_it_is_given():
     assert run.returncode == 0, run.stderr
     version, *made = run.stdout.splitlines()
     assert f"flashinfer-python=={version}" in (ROOT / "requirements" / "cuda.lock").read_text().split()
-    assert made == ["fa2 plan run", "fa3 plan run"]
+    assert made == ["fa2 plan run plan run", "fa3 plan run plan run"]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and FlashInfer")
@@ -223,8 +251,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 def test_on_a_gpu(heads, kv_heads, dim, dtype):
     device = torch.device("cuda")
     processors = flashinfer_prefill.processors_of(device)
-    made = FlashInferPrefill(1, heads, kv_heads, dim, dtype, device, processors)
+    made = FlashInferPrefill(1, heads, kv_heads, dim, dtype, device, processors, copied=2000)
     assert made.difference() <= flashinfer_prefill.FAR
+    assert made.plans == 2 and made.gathered_plans == 1
 
 
 @needs_gpu
@@ -315,6 +344,7 @@ def runner(**changed):
         head_dim=128,
         v_head_dim=128,
         dtype=torch.bfloat16,
+        context_len=4096,
     )
     fields = {"model_config": config, "kv_cache_dtype": torch.bfloat16, "device": "cuda"}
     return SimpleNamespace(**({"ps": SimpleNamespace(tp_size=1)} | fields | changed))
@@ -325,12 +355,13 @@ def gpu(importable, monkeypatch):
     monkeypatch.setattr(flashinfer_prefill, "processors_of", lambda device: 132)
 
 
-def choose(wrapper=Wrapper, **changed):
-    """With the constructor's place for a wrapper, and the work in the host's memory."""
+def choose(wrapper=Wrapper, ragged=Ragged, **changed):
+    """With the constructor's places for wrappers, and the work in the host's memory."""
 
-    def make(spans, heads, kv_heads, head_dim, dtype, device, processors):
+    def make(spans, heads, kv_heads, head_dim, dtype, device, processors, copied):
         assert (device.type, processors) == ("cuda", 132)
-        return FlashInferPrefill(spans, heads, kv_heads, head_dim, dtype, CPU, processors, wrapper)
+        shape = spans, heads, kv_heads, head_dim, dtype, CPU, processors
+        return FlashInferPrefill(*shape, wrapper, ragged, copied)
 
     return flashinfer_prefill.choose(runner(**changed), 4, torch.device("cuda"), make)
 
@@ -355,7 +386,7 @@ class Broken(Wrapper):
 
 def test_it_is_tried_before_it_is_taken(gpu):
     made, reason = choose()
-    assert reason == "" and len(made._spans) == 4 and made.plans == 1
+    assert reason == "" and len(made._paged) == 4 and made.plans == 1
     assert (made.heads, made.kv_heads, made.head_dim, made.dtype) == (32, 8, 128, torch.bfloat16)
 
 
@@ -372,6 +403,20 @@ def test_where_it_does_not_work_triton_remains(gpu, wrapper, said):
     assert made is None and reason.startswith(said) and "\n" not in reason
 
 
+class WrongCopies(Ragged):
+    def run(self, q, k, v, *, out):
+        return super().run(q, k.roll(1, 0), v, out=out)
+
+
+def test_copies_are_tried_too_where_they_are_asked_for(gpu, monkeypatch):
+    monkeypatch.setattr(flashinfer_prefill.OPTIONS, "prefill", "gathered")
+    made, reason = choose()
+    assert reason == "" and (made.plans, made.gathered_plans) == (2, 1)
+    assert [len(copy) for copy in made._copies] == [4096, 4096]
+    made, reason = choose(ragged=WrongCopies)
+    assert made is None and reason.startswith("FlashInfer's results differ from PyTorch's by ")
+
+
 def test_what_else_keeps_triton(gpu, monkeypatch):
     assert choose(kv_cache_dtype=torch.float32) == (None, flashinfer_prefill.why_not(**TAKEN | REASONS[1][0]))
     assert flashinfer_prefill.choose(None, 4, CPU) == (None, "FlashInfer needs an NVIDIA GPU")
@@ -383,5 +428,8 @@ def test_its_memory_is_reserved_where_it_will_be_taken(gpu, monkeypatch):
     wanted = flashinfer_prefill.device_bytes(4, 32, 8, 128, 132)
     assert flashinfer_prefill.reserved_bytes(runner(), 4) == wanted
     assert flashinfer_prefill.reserved_bytes(runner(device="cpu"), 4) == 0
+    monkeypatch.setattr(flashinfer_prefill.OPTIONS, "prefill", "gathered")
+    wanted = flashinfer_prefill.device_bytes(4, 32, 8, 128, 132, 4096)
+    assert flashinfer_prefill.reserved_bytes(runner(), 4) == wanted
     monkeypatch.setattr(flashinfer_prefill.OPTIONS, "prefill", "triton")
     assert flashinfer_prefill.reserved_bytes(runner(), 4) == 0
