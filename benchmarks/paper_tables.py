@@ -340,6 +340,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
     result.add_argument(
+        "--gpu-prefill-attention",
+        choices=("auto", "gathered", "triton"),
+        default="auto",
+        help="as of fathom serve (default: %(default)s)",
+    )
+    result.add_argument(
         "--profile",
         type=int,
         default=0,
@@ -377,6 +383,7 @@ def setups(
         "tsp_layer": choose_tsp_layer(size.layers, span, None),
         "propagation_buffer": max(args.lengths) + output,
         "sfi": sfi_options.from_arguments(args),
+        "gpu_prefill": args.gpu_prefill_attention,
     }
     theirs = [*flags, *(("--attention-backend", "flashinfer") if gpu else ()), *args.engine_flags]
     found = [Setup([*ours, *args.engine_flags], False, options)]

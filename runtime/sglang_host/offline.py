@@ -68,7 +68,7 @@ class OfflineEngine:
     Args:
         flags: flags of ``sglang serve``, ``--model-path`` included.
         stock: run SGLang's own scheduler.
-        depth_span, tsp_layer, propagation_buffer, sfi: as ``process.install``.
+        depth_span, tsp_layer, propagation_buffer, sfi, gpu_prefill: as ``process.install``.
 
     Raises:
         SeamError: when this SGLang is not as Fathom knows it, or another scheduler runs than was asked for.
@@ -82,6 +82,7 @@ class OfflineEngine:
         tsp_layer: int | None = None,
         propagation_buffer: int = 0,
         sfi: SfiOptions | None = None,
+        gpu_prefill: str = "auto",
     ):
         server_args = engine_args.build(list(flags), depth_span)
         from sglang.srt.entrypoints.engine import Engine
@@ -96,6 +97,7 @@ class OfflineEngine:
             "tsp_layer": tsp_layer,
             "propagation_buffer": propagation_buffer,
             "sfi": sfi,
+            "gpu_prefill": gpu_prefill,
         }
 
         class Ours(Engine):
