@@ -63,8 +63,15 @@ def end_when_told() -> None:
     """
     import psutil  # noqa: F401 -- not first in a signal's handler, which may interrupt any import
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: end(0))
+    numbers = signal.SIGTERM, signal.SIGINT
+
+    def told(*_: object) -> NoReturn:
+        for number in numbers:  # once is enough: what ends here must not be begun again in its midst
+            signal.signal(number, signal.SIG_IGN)
+        end(0)
+
+    for number in numbers:
+        signal.signal(number, told)
 
 
 def on_early_end(host: str, port: int) -> NoReturn:
