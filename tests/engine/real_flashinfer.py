@@ -36,6 +36,11 @@ class Module:
         self.calls.append("plan")
         return [rows, batch]
 
+    @staticmethod
+    def options(q, k, v, scale):
+        kinds = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+        return {"head_dim_vo": v.shape[-1], "causal": True, "sm_scale": scale} | kinds
+
     def paged_run(self, floats, ints, plan, q, k, v, qo, kv, slots, last, out, lse, mask, layout, *rest):
         window, _, custom_mask, *_ = rest
         check(plan == [len(q), len(last)] and (lse, window, custom_mask) == (None, -1, None), "plan")
@@ -44,11 +49,7 @@ class Module:
         behind = Wrapper(floats)
         behind.plan(
             *(qo, kv, slots, last, q.shape[1], k.shape[2], q.shape[2], k.shape[1]),
-            head_dim_vo=v.shape[3],
-            causal=True,
-            sm_scale=rest[9],
-            q_data_type=q.dtype,
-            kv_data_type=k.dtype,
+            **self.options(q, k, v, rest[9]),
             seq_lens=self.lengths,
         )
         behind.run(q, (k[:, 0], v[:, 0]), out=out)
@@ -62,11 +63,7 @@ class Module:
         behind = Ragged(floats)
         behind.plan(
             *(qo, kv, q.shape[1], k.shape[1], q.shape[2]),
-            head_dim_vo=v.shape[2],
-            causal=True,
-            sm_scale=rest[9],
-            q_data_type=q.dtype,
-            kv_data_type=k.dtype,
+            **self.options(q, k, v, rest[9]),
         )
         behind.run(q, k, v, out=out)
         self.calls.append("run")
