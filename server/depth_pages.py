@@ -55,21 +55,19 @@ def why_not(asked: bool | None) -> str:
     return f"{OFF} was given" if asked is False else f"KV in depth pages needs {NEED}"
 
 
-def refuse_model(model: Any) -> None:
+def refuse_model(model: Any, devices: int) -> None:
     """Refuse a model that Fathom's way of serving on this machine does not take, before its weights are loaded.
 
     Args:
         model: SGLang's ``ModelConfig``, of a target or a draft.
+        devices: that share its heads, ``--tp-size``.
 
     Raises:
         StartError: with the reason, and what serves the model.
     """
     if not on_gpu():
-        if used() and model.quantization:
-            raise StartError(
-                f"{model.model_path} would have quantized weights ({model.quantization}), for which SGLang's "
-                "kernels need a GPU"
-            )
+        if used():
+            _refuse_without_gpu(model, devices)
         return
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
@@ -83,4 +81,17 @@ def refuse_model(model: Any) -> None:
         raise StartError(
             f"{model.model_path} has {' and '.join(found)}, which depth pages on a GPU do not take: with {OFF} "
             "models are served dense, without a draft, by SGLang's own path"
+        )
+
+
+def _refuse_without_gpu(model: Any, devices: int) -> None:
+    if model.quantization:
+        raise StartError(
+            f"{model.model_path} would have quantized weights ({model.quantization}), for which SGLang's "
+            "kernels need a GPU"
+        )
+    if (heads := model.get_total_num_kv_heads()) < devices:
+        raise StartError(
+            f"--tp-size must be at most {heads} for {model.model_path}, got {devices}: without a GPU no KV head is "
+            "on several devices"
         )

@@ -341,7 +341,7 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
     except Exception as error:
         raise StartError(checks.one_line(error)) from error
     for each in (model, *others):
-        depth_pages.refuse_model(each)
+        depth_pages.refuse_model(each, server_args.tp_size)
     layers = model.num_hidden_layers
     if face.propagation_buffer is None:
         face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)

@@ -34,18 +34,18 @@ def model(request, tmp_path):
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_a_model_that_depth_pages_on_a_gpu_do_not_take(model, monkeypatch):
     config, reason = model
-    depth_pages.refuse_model(config)  # there is no GPU here
+    depth_pages.refuse_model(config, 1)  # there is no GPU here
     monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
     if not reason:
-        depth_pages.refuse_model(config)
+        depth_pages.refuse_model(config, 1)
         return
     with pytest.raises(StartError, match=f" has {reason}, which depth pages .*--no-gpu-depth-pages"):
-        depth_pages.refuse_model(config)
+        depth_pages.refuse_model(config, 1)
 
 
 def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
     asked = []
-    monkeypatch.setattr(depth_pages, "refuse_model", asked.append)
+    monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
     work = serve.plan(["--demo"])
     arguments = serve._server_args(work.engine_flags, work.face)
     serve._learn_limits(work.face, arguments, False)
@@ -54,7 +54,7 @@ def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
 
 def test_the_draft_is_asked_about_too(monkeypatch):
     asked = []
-    monkeypatch.setattr(depth_pages, "refuse_model", asked.append)
+    monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
     work = serve.plan(["--demo"])
     draft = ["--speculative-draft-model-path", work.draft]
     arguments = serve._server_args([*work.engine_flags, *draft], work.face)
@@ -67,9 +67,9 @@ def test_quantized_weights_without_a_gpu(model, monkeypatch):
     config, _ = model
     config.quantization = "fp8"
     with pytest.raises(StartError, match=r"quantized weights \(fp8\), for which SGLang's kernels need a GPU"):
-        depth_pages.refuse_model(config)
+        depth_pages.refuse_model(config, 1)
     monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
-    depth_pages.refuse_model(config)
+    depth_pages.refuse_model(config, 1)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -89,3 +89,16 @@ def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
     assert stop.value.code == checks.FAILURE
     assert lines[0].startswith("fathom serve: error: ")
     assert lines[1:] == ([f"fathom serve: {depth_pages.HINT}"] if gpu else [])
+
+
+@pytest.mark.parametrize("model", ["Llama"], indirect=True)
+def test_fewer_kv_heads_than_devices_without_a_gpu(model, monkeypatch):
+    config, _ = model
+    heads = config.get_total_num_kv_heads()
+    depth_pages.refuse_model(config, heads)
+    with pytest.raises(
+        StartError, match=f"--tp-size must be at most {heads} for .*, got {heads + 1}: without a GPU"
+    ):
+        depth_pages.refuse_model(config, heads + 1)
+    monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
+    depth_pages.refuse_model(config, heads + 1)
