@@ -153,7 +153,7 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     view = SpanView(slots.__getitem__, entry, bounds, np.zeros(tokens, np.int64))
     there = DeviceTables(1, s.batch, sum(s.lengths), tokens, s.device).fill(0, view)
     shape = 1, s.heads, s.kv_heads, s.head_dim, s.dtype, s.device, s.processors
-    made = FlashInferPrefill(*shape, copied=sum(s.lengths) if gathered else 0)
+    made = FlashInferPrefill(*shape, room=sum(s.lengths) if gathered else 0)
 
     def call() -> Any:
         made.attend(0, view, there, query, pool.pair, scale, output, gathered)

@@ -142,12 +142,10 @@ def float_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> in
     return 4 * heads * (2 * processors // kv_heads) * tile * (head_dim + 1)
 
 
-def device_bytes(
-    spans: int, heads: int, kv_heads: int, head_dim: int, processors: int, copied: int = 0
-) -> int:
+def device_bytes(spans: int, heads: int, kv_heads: int, head_dim: int, processors: int, room: int = 0) -> int:
     """Bytes of device memory that a :class:`FlashInferPrefill` takes."""
-    wrappers = 2 * spans if copied else spans
-    copies = 2 * copied * kv_heads * head_dim * torch.bfloat16.itemsize
+    wrappers = 2 * spans if room else spans
+    copies = 2 * room * kv_heads * head_dim * torch.bfloat16.itemsize
     return float_bytes(heads, kv_heads, head_dim, processors) + wrappers * PLAN_BYTES + copies
 
 
@@ -206,23 +204,23 @@ class FlashInferPrefill:
         processors: int,
         make: Callable[[torch.Tensor], PagedWrapper] = paged_wrapper,
         make_ragged: Callable[[torch.Tensor], RaggedWrapper] = ragged_wrapper,
-        copied: int = 0,
+        room: int = 0,
     ) -> None:
         """
         Args:
             dtype: of queries, keys, values and output.
             processors: multiprocessors of the device.
             make, make_ragged: a wrapper over a float workspace [bytes] uint8, which it shares with all others.
-            copied: entries of a step that there is room for copies of; 0 to read all where they lie.
+            room: for copies of so many entries of a step; 0 to read all where they lie.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.device = dtype, device
         size = float_bytes(heads, kv_heads, head_dim, processors)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
         self._paged = [Planned(make(workspace)) for _ in range(spans)]
-        self._ragged = [Planned(make_ragged(workspace)) for _ in range(spans if copied else 0)]
+        self._ragged = [Planned(make_ragged(workspace)) for _ in range(spans if room else 0)]
         self._copies = tuple(
-            torch.empty(copied, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2)
+            torch.empty(room, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2)
         )
         self.plans = self.gathered_plans = 0
 
@@ -368,7 +366,7 @@ def choose(
         return None, reason
     _, dtype, heads, kv_heads, head_dim, _ = layout
     shape = spans, heads, kv_heads, head_dim, dtype, device, processors_of(device)
-    made = make(*shape, copied=_most_copied(runner))
+    made = make(*shape, room=_most_copied(runner))
     reason = _trial(made)
     if reason:
         logger.warning("prefill attention stays with Triton: %s", reason)

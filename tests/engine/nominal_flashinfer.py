@@ -24,9 +24,9 @@ class RaggedInFloat32(Ragged):
 def choose(runner, spans, device):
     _, dtype, heads, kv_heads, head_dim, _ = flashinfer_prefill.layout_of(runner)
     shape = spans, heads, kv_heads, head_dim, dtype, device
-    copied = flashinfer_prefill._most_copied(runner)
+    room = flashinfer_prefill._most_copied(runner)
     makers = {"make": InFloat32, "make_ragged": RaggedInFloat32}
-    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, **makers, copied=copied), ""
+    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, **makers, room=room), ""
 
 
 flashinfer_prefill.choose = choose

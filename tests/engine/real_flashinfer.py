@@ -85,7 +85,7 @@ def main():
         prefill.get_batch_prefill_module = module
         prefill.determine_attention_backend = lambda *_, backend=backend, **__: backend
         shape = 2, 8, 2, 64, torch.float16, torch.device("cpu"), 132
-        made = flashinfer_prefill.FlashInferPrefill(*shape, copied=2000)
+        made = flashinfer_prefill.FlashInferPrefill(*shape, room=2000)
         difference = made.difference()
         check(difference < 0.005, f"results differ by {difference}")
         print(backend, *modules[0].calls)

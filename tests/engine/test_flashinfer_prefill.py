@@ -28,8 +28,8 @@ CPU, HALF, SCALE = torch.device("cpu"), torch.float16, 0.1
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def prefill(spans=1, make=Wrapper, dtype=HALF, copied=0):
-    return FlashInferPrefill(spans, HEADS, KV_HEADS, DIM, dtype, CPU, 132, make, Ragged, copied)
+def prefill(spans=1, make=Wrapper, dtype=HALF, room=0):
+    return FlashInferPrefill(spans, HEADS, KV_HEADS, DIM, dtype, CPU, 132, make, Ragged, room)
 
 
 def span_view(lengths, new, seed=0):
@@ -103,16 +103,16 @@ def test_each_step_of_each_layer_is_attention_over_its_tables(steps):
     assert made.plans == 2 * sum(any(new for _, new in step) for step in steps)
 
 
-@given(steps=st.lists(segments, min_size=1, max_size=4), copied=st.integers(1, 120), rows=st.integers(1, 20))
+@given(steps=st.lists(segments, min_size=1, max_size=4), room=st.integers(1, 120), rows=st.integers(1, 20))
 @settings(max_examples=60)
-def test_steps_of_many_rows_read_copies(steps, copied, rows):
-    tables, made = DeviceTables(2, segments=2, entries=30, rows=9, device="cpu"), prefill(2, copied=copied)
+def test_steps_of_many_rows_read_copies(steps, room, rows):
+    tables, made = DeviceTables(2, segments=2, entries=30, rows=9, device="cpu"), prefill(2, room=room)
     gathered = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_prefill, "ROWS_PER_COPY", rows)
         for number, step in enumerate(steps):
             entries, pairs = sum(length for length, _ in step), sum(length * new for length, new in step)
-            gathered += entries <= copied and pairs >= rows * entries
+            gathered += entries <= room and pairs >= rows * entries
             view = span_view(*zip(*step, strict=True), seed=number)
             there = on_device(tables.fill(1, view))
             for layer in range(2):
@@ -216,7 +216,7 @@ def test_wrappers_share_a_workspace_that_every_plan_fits_in():
     assert size == 64 * 33 * 128 * (128 + 1) * 4
     assert flashinfer_prefill.device_bytes(4, 64, 8, 128, 132) == size + 4 * ((8 << 20) + 131072)
     assert flashinfer_prefill.float_bytes(64, 8, 256, 132) == 64 * 33 * 64 * 257 * 4
-    made = prefill(spans=3, copied=50)
+    made = prefill(spans=3, room=50)
     workspaces |= {held.wrapper.workspace.data_ptr() for held in (*made._paged, *made._ragged)}
     assert len(workspaces) == 2 and len(made._ragged) == 3
     copies = 2 * 1000 * 8 * 128 * 2
@@ -251,7 +251,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 def test_on_a_gpu(heads, kv_heads, dim, dtype):
     device = torch.device("cuda")
     processors = flashinfer_prefill.processors_of(device)
-    made = FlashInferPrefill(1, heads, kv_heads, dim, dtype, device, processors, copied=2000)
+    made = FlashInferPrefill(1, heads, kv_heads, dim, dtype, device, processors, room=2000)
     assert made.difference() <= flashinfer_prefill.FAR
     assert made.plans == 2 and made.gathered_plans == 1
 
@@ -358,10 +358,10 @@ def gpu(importable, monkeypatch):
 def choose(wrapper=Wrapper, ragged=Ragged, **changed):
     """With the constructor's places for wrappers, and the work in the host's memory."""
 
-    def make(spans, heads, kv_heads, head_dim, dtype, device, processors, copied):
+    def make(spans, heads, kv_heads, head_dim, dtype, device, processors, room):
         assert (device.type, processors) == ("cuda", 132)
         shape = spans, heads, kv_heads, head_dim, dtype, CPU, processors
-        return FlashInferPrefill(*shape, wrapper, ragged, copied)
+        return FlashInferPrefill(*shape, wrapper, ragged, room)
 
     return flashinfer_prefill.choose(runner(**changed), 4, torch.device("cuda"), make)
 
