@@ -50,7 +50,7 @@ def stop_children() -> None:
 def _stop_watchdog() -> None:
     """The engine's processes are ended on purpose: that is no crash to report."""
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    state = getattr(http_server, "_global_state", None)
+    state = getattr(http_server, "get_global_state", lambda: None)()  # it may be in the midst of its import
     watchdog = state.tokenizer_manager._subprocess_watchdog if state is not None else None
     if watchdog is not None:
         watchdog.stop()
