@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from forked import Forked, Template
 from hypothesis import settings
 
@@ -87,7 +88,9 @@ def in_turn(item, alone: bool):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
+    """What a test draws at random does not depend on which tests its worker ran before."""
     with in_turn(item, alone=False):
+        torch.manual_seed(0)
         return (yield)
 
 
@@ -208,8 +211,6 @@ def serve(run, template, model, *flags, env=None, stock=False) -> Server:
 
     A new process where imports may read the environment, or ask a driver that does not survive a fork.
     """
-    import torch
-
     if stock:
         cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
         quiet = ["--sleep-on-idle", "--log-level", "warning"]
@@ -259,7 +260,6 @@ def save_random_model(folder: Path, family: str = "Llama", **changes: object) ->
     """
     import json
 
-    import torch
     import transformers
 
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
