@@ -84,6 +84,7 @@ class RequestContext:
         route: the route, as a metric label.
         policy: the policy it runs under.
         left_out: fields that its preset would have filled, each with the reason why it could not.
+        model: the name it gives of the model, or of an adapter; "" where it gives none.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
         protected: token ranges of the prompt that a selection must keep.
         expected: generations that the request asked for; grows when the engine is called.
@@ -96,6 +97,7 @@ class RequestContext:
     policy: Policy
     received_time: float
     left_out: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
     protected: tuple[tuple[int, int], ...] = ()
     expected: int = 0
     finished: set[str] = field(default_factory=set)

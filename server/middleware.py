@@ -87,7 +87,7 @@ class PolicyMiddleware:
         received_time = time.perf_counter()
         try:
             body = await read_body(scope, receive, self._face.max_body_bytes)
-            body, request = take_policy(body, path)
+            body, request, model = take_policy(body, path)
             policy, left_out = self._face.choose(request)
         except ClientGone:
             return
@@ -98,7 +98,7 @@ class PolicyMiddleware:
             param = f"fathom.{error.field}" if error.field else "fathom"
             await send_error(path, RequestError(400, str(error), param), send)
             return
-        context = RequestContext(path, policy, received_time, left_out)
+        context = RequestContext(path, policy, received_time, left_out, model)
         token = CURRENT.set(context)
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:
@@ -140,8 +140,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any]:
-    """The body without its ``fathom`` member, and that member (None where there is none).
+def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any, str]:
+    """The body without its ``fathom`` member, that member (None where there is none), and the model it names.
 
     Raises:
         RequestError: 400 for what is no JSON object, for a policy in the engine's private field, and for a
@@ -159,10 +159,12 @@ def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any]:
     if path == RESPONSES:
         refuse_response(content)
     refuse_count(content)
+    model = content.get("model")
+    name = model if isinstance(model, str) else ""
     if "fathom" not in content:
-        return body, None
+        return body, None, name
     request = content.pop("fathom")
-    return orjson.dumps(content), request
+    return orjson.dumps(content), request, name
 
 
 def refuse_private(content: dict[str, Any]) -> None:

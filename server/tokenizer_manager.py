@@ -14,11 +14,13 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
+from sglang.srt.runtime_context import get_lora
 
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
 from fathom.server import bounds
+from fathom.server.adapters import Adapters, adapter_named
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator
 from fathom.server.errors import ControlError
@@ -61,6 +63,12 @@ class FathomTokenizerManager(TokenizerManager):
             if isinstance(member, FanOutCommunicator):
                 member.__class__ = ControlCommunicator
 
+    def init_lora(self) -> None:
+        super().init_lora()
+        self.lora_registry = Adapters(
+            get_lora().lora_paths, lambda: [s.obj for s in self.rid_to_state.values()]
+        )
+
     async def _execute_profile(self, req: Any) -> Any:
         try:
             return await super()._execute_profile(req)
@@ -101,6 +109,8 @@ class FathomTokenizerManager(TokenizerManager):
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
+                if self.enable_lora and context is not None and obj.lora_path is None:
+                    obj.lora_path = adapter_named(context.model, self.served_model_name, self.lora_ref_cache)
             except ValueError:
                 # What SGLang does two seconds after the end of a stream needs a normalized request.
                 obj.sampling_params = {}  # may be what cannot be normalized

@@ -137,6 +137,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     name = "CPU"
     packed_weights = 0
     """Matrices whose weights are packed, which nobody can change or read back."""
+    wide_weights = 0
+    """Matrices that are multiplied in float32, where oneDNN has no bfloat16 products."""
     joined_layers = 0
     """Decoder layers that take a few rows in two calls."""
     joined_steps = 0
@@ -158,9 +160,11 @@ class CpuAttentionBackend(SpanAttentionBackend):
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)
         compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
-        if not model_runner.server_args.enable_lora:
+        if cpu_linear.multiplies_bfloat16():
             self.packed_weights = cpu_linear.pack(model_runner.model)
-            self.joined_layers = cpu_layers.join(model_runner.model, self)
+        else:
+            self.wide_weights = cpu_linear.widen(model_runner.model)
+        self.joined_layers = cpu_layers.join(model_runner.model, self)
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)

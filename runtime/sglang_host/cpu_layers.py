@@ -12,6 +12,8 @@ import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.model_executor.forward_context import get_attn_backend
 
 from fathom.kernels import decoder_layer_cpu, decoder_layers_cpu
@@ -32,6 +34,8 @@ class FewRows:
     """Takes the place of one layer's forward."""
 
     together: "Together | None" = None
+    adapters: BaseLoRABackend | None = None
+    """Where the layer holds LoRA adapters: whether a pass has rows of some."""
 
     def __init__(self, layer: Any, before: BeforeAttention, after: AfterAttention) -> None:
         self.layer, self.attention = layer, layer.self_attn.attn
@@ -46,7 +50,8 @@ class FewRows:
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         few = 0 < len(hidden_states) <= FEW_ROWS and positions.dim() == 1
-        if not few or any(value is not None for value in options.values()):
+        adapted = self.adapters is not None and self.adapters.batch_info is not None
+        if not few or adapted or any(value is not None for value in options.values()):
             stock = type(self.layer).forward
             return stock(self.layer, positions, hidden_states, forward_batch, residual, **options)
         if self.together is not None and forward_batch.forward_mode.is_decode():
@@ -94,8 +99,10 @@ def join(model: torch.nn.Module, backend: "CpuAttentionBackend") -> int:
     classes = {resolve(place) for place in LAYER_CLASSES}
     layers = [layer for layer in model.modules() if type(layer) in classes]
     parts = [FewRows(layer, *halves) for layer in layers if (halves := _halves(layer)) is not None]
+    holders = (module for module in model.modules() if isinstance(module, BaseLayerWithLoRA))
+    adapters = next((module.lora_backend for module in holders), None)
     for part in parts:
-        part.layer.forward = part
+        part.layer.forward, part.adapters = part, adapters
     if parts:
         decoder_layer_cpu.warm_up()
     if len(parts) == len(layers):
@@ -133,7 +140,10 @@ def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:
     rotary, head_dim = attention.rotary_emb, attention.head_dim
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     head_norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-    matrices = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    matrices = [
+        matrix.base_layer if isinstance(matrix, BaseLayerWithLoRA) else matrix
+        for matrix in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    ]
     hooks = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
     if (
         hooks
@@ -146,12 +156,12 @@ def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:
         or not is_plain_rotary(rotary)
         or not _is_plain_array(rotary.cos_sin_cache)
         or rotary.head_size != head_dim
-        or mlp.down_proj.input_size % BLOCK
+        or matrices[-1].input_size % BLOCK
     ):
         return None
     projection, output, gate_up, down = (matrix.quant_method.lines for matrix in matrices)
     query_gain, key_gain = [as_array(norm.weight) for norm in head_norms] or [NOTHING, NOTHING]
-    bias = attention.qkv_proj.bias
+    bias = matrices[0].bias
     before = BeforeAttention(
         as_array(norms[0].weight),
         norms[0].variance_epsilon,

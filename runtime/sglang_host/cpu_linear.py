@@ -3,6 +3,10 @@
 ``torch.nn.functional.linear`` lays a bfloat16 weight out anew in every call. oneDNN's own layout, made once
 after loading, spares that. It takes the place of the plain weight, so memory stays the same, and weights cannot be
 updated or read back while the server runs. Few rows are multiplied by our own kernel, on the same memory.
+
+On processors for which oneDNN has no bfloat16 products (those without AVX512), PyTorch multiplies such matrices
+number by number. There weights stay as they are, and all but a few rows are multiplied in float32, a piece of the
+weight at a time.
 """
 
 from collections import Counter
@@ -13,9 +17,15 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 
 from fathom.kernels import packed_linear_cpu
 from fathom.kernels.packed_linear_cpu import FEW_ROWS, blocks_of, packed_linear, packed_rows
+
+FEWEST_WIDE = 6
+"""Rows from which on a piece of the weight is worth being made float32."""
+WIDE_AT_ONCE = 1 << 20
+"""Elements of such a piece: what stays in a core's cache."""
 
 TYPICAL_ROWS = 1024  # the layout that oneDNN chooses for this many rows serves any number
 
@@ -51,13 +61,62 @@ class PackedTiedMethod(PackedLinearMethod):
         return packed_rows(input_, self.lines, self.outputs)
 
 
+class WideLinearMethod(UnquantizedLinearMethod):
+    """``apply`` of one layer in float32, on its bfloat16 weight as it is."""
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., in] to [..., out] in bfloat16, rounded once."""
+        weight, rows = layer.weight, x.reshape(-1, x.shape[-1])
+        if len(rows) < FEWEST_WIDE:
+            return torch.nn.functional.linear(x, weight, bias)
+        wide, result = rows.float(), x.new_empty(len(rows), len(weight))
+        size = max(1, WIDE_AT_ONCE // weight.shape[1])
+        for begin in range(0, len(weight), size):
+            piece = slice(begin, begin + size)
+            output = wide @ weight[piece].float().T
+            result[:, piece] = output if bias is None else output + bias[piece]
+        return result.view(*x.shape[:-1], len(weight))
+
+    def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
+        """[...] token ids to [..., width], where the output matrix is the embedding too."""
+        return torch.nn.functional.embedding(input_, layer.weight)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN has bfloat16 products for this processor."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def widen(model: torch.nn.Module) -> int:
+    """Let every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted in
+    float32, multiply in float32; the number of matrices.
+    """
+    modules: list[Any] = list(model.modules())
+    wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
+    head, widened = getattr(model, "lm_head", None), 0
+    for module in modules:
+        kind = _method_for(module, module is head)
+        if kind is None or module.weight.dtype != torch.bfloat16:
+            continue
+        if wide_head and not isinstance(module, LinearBase):
+            continue
+        module.quant_method = WideLinearMethod()
+        widened += 1
+    return widened
+
+
 def pack(model: torch.nn.Module) -> int:
     """Pack every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted
     in float32; the number of matrices packed. One that is the embedding too serves both, packed.
     """
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return 0
-    modules: list[Any] = list(model.modules())
+    every: list[Any] = list(model.modules())
+    holders = [module for module in every if isinstance(module, BaseLayerWithLoRA)]
+    # Adapters of embedding and output matrix are SGLang's layers over the weight as it is.
+    left = {id(x.base_layer) for x in holders if not isinstance(x.base_layer, LinearBase)}
+    left |= {id(module) for module in holders}
+    modules = [module for module in every if id(module) not in left]
     owners = Counter(id(p) for module in modules for p in module._parameters.values())
     wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
     head = getattr(model, "lm_head", None)

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
     from transformers import PretrainedConfig
 
+CPU_LORA_BACKEND = "torch_native"
+"""SGLang's name for a backend of adapters in PyTorch; on a CPU it is ours, see cpu_lora.py."""
+
 CPU_FLAGS = {
     "--device": "cpu",
     # The slot of our own backend on a CPU: see cpu_attention.py.
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
+    "--lora-backend": CPU_LORA_BACKEND,
     # Nothing overlaps on a CPU: the same cores would run both halves, one step later.
     "--disable-overlap-schedule": None,
     # An idle scheduler would otherwise poll on a core of its own.
@@ -87,6 +91,21 @@ NOTHING_BY_SLOT = Rule(
 )
 ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT
 """Asked for on a CPU too."""
+
+CPU_LORA_RULES = (
+    Rule(
+        (),
+        lambda args: args.lora_backend == CPU_LORA_BACKEND,
+        f"--lora-backend {CPU_LORA_BACKEND}",
+        "the others launch kernels on a GPU",
+    ),
+    Rule(
+        (),
+        lambda args: not args.enable_lora_overlap_loading,
+        "no --enable-lora-overlap-loading",
+        "adapters are in the memory that computes",
+    ),
+)
 
 GPU_RULES = (
     Rule(
@@ -285,5 +304,7 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
     if isinstance(current_platform, FathomCpuPlatform):
         args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv), depth_span, shallow_factor))
         check_rules(args, ANYWHERE, "KV in depth pages")
+        if args.enable_lora or args.lora_paths:
+            check_rules(args, CPU_LORA_RULES, "LoRA without a GPU")
         return args
     return prepare_server_args(argv)

@@ -13,7 +13,7 @@ import torch
 
 from fathom.runtime import staircase
 from fathom.runtime.plan import SCORED
-from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host import lora, passes
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
@@ -40,7 +40,7 @@ class KeptForward(SpanForward):
         proposals: Sequence[Proposal] = (),
     ) -> None:
         super().__init__(runner, batch, allocator)
-        self.runner, self.memory, self.requests = runner, allocator.memory, batch.reqs
+        self.memory, self.requests = allocator.memory, batch.reqs
         self.entering: dict[int, np.ndarray] = {}
         self.before: dict[int, np.ndarray] = {}
         self.drafted = {proposal.index: proposal.tokens for proposal in proposals}
@@ -109,6 +109,8 @@ class KeptForward(SpanForward):
             extra = [len(self.drafted.get(index, ())) for index in range(len(count))]
             parts = [[new - more, *[1] * more] for new, more in zip(count.tolist(), extra, strict=True)]
             passes.set_wanted(self.forward_batch, np.concatenate(parts).astype(np.int64))
+            pairs = zip(self.adapters, parts, strict=True)
+            lora.assign(self.runner, self.forward_batch, [x for x, part in pairs for _ in part])
 
     def _run_before(self, index: int, begin: int, end: int) -> None:
         """Compute entries ``begin .. end - 1`` of a request's kept tokens, up to where its plan narrows again."""
@@ -121,7 +123,8 @@ class KeptForward(SpanForward):
             slots = self.memory.tables.slots(row, level, 0, end)
             self.backend.views[level] = passes.segments([slots], [end - begin])
         tokens = tokens_at(request, positions)
-        batch = passes.prepare(self.runner, tokens, positions, np.array([len(positions) - 1]))
+        last = np.array([len(positions) - 1])
+        batch = passes.prepare(self.runner, tokens, positions, last, adapters=[request.lora_id])
         # Requests of the step that decode slow and fast have no rows here.
         alternating, self.backend.alternating = self.backend.alternating, None
         given = batch.input_ids, batch.positions, batch

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from fathom.runtime.kv.view import SpanView
+from fathom.runtime.sglang_host import lora
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def prepare(
     positions: np.ndarray,
     wanted: np.ndarray,
     decode: bool = False,
+    adapters: Sequence[str | None] = (),
 ) -> ForwardBatch:
     """The forward batch of ``len(tokens)`` packed rows, of which the ``wanted`` ones give logits.
 
@@ -42,6 +44,7 @@ def prepare(
         tokens: token ids; positions: [rows] int64.
         wanted: ascending rows; the logits of a pass are [len(wanted), vocabulary].
         decode: whether every row is one of SGLang's requests, as in a decode step (all rows are wanted then).
+        adapters: of the rows up to each wanted one, as :func:`lora.assign`; none for a draft.
     """
     ids = send(torch.tensor(tokens, dtype=torch.int64), runner.device)
     # SGLang's logits are those of each request's last row: a "request" here ends at each wanted row.
@@ -63,6 +66,7 @@ def prepare(
     )
     if not decode:
         set_wanted(batch, counts)
+    lora.assign(runner, batch, adapters)
     return batch
 
 

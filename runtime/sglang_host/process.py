@@ -70,11 +70,12 @@ def install(
 
         gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
-        from fathom.runtime.sglang_host import cpu_ops
+        from fathom.runtime.sglang_host import cpu_lora, cpu_ops
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
         cpu_ops.register()
+        cpu_lora.register()
 
 
 def attention_backend(model_runner: Any) -> Any:

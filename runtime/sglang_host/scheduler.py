@@ -207,6 +207,7 @@ class FathomScheduler(Scheduler):
             "attention_backend": _name(runner.attn_backend),
             "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
             "packed_weights": getattr(runner.attn_backend, "packed_weights", 0),
+            "wide_weights": getattr(runner.attn_backend, "wide_weights", 0),
             "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
             "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
             "ended_rows": getattr(runner.attn_backend, "ended_rows", 0),
@@ -244,7 +245,6 @@ class FathomScheduler(Scheduler):
                 self.tp_worker.model_runner.model, "forward_split_prefill"
             ),
             "the model has sliding-window layers": bool(self.tp_worker.model_runner.sliding_window_size),
-            "LoRA adapters are on": self.enable_lora,
             "streaming sessions are on": get_serving().enable_streaming_session,
             "the model is spread over pipeline stages": self.ps.pp_size > 1,
             "the model takes images or sound": config.is_multimodal,

@@ -15,6 +15,7 @@ from fathom.runtime.sglang_host.draft_seams import DRAFT_SEAMS
 from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
 from fathom.runtime.sglang_host.http_seams import HTTP_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
+from fathom.runtime.sglang_host.lora_seams import LORA_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
     SCHEDULER,
@@ -373,6 +374,7 @@ LEDGER: tuple[Seam, ...] = (
     ),
     *CPU_SEAMS,
     *KV_SEAMS,
+    *LORA_SEAMS,
     *DRAFT_SEAMS,
     *GPU_SEAMS,
     *HTTP_SEAMS,

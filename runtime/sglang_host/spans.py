@@ -9,7 +9,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from fathom.runtime import staircase
 from fathom.runtime.kv.view import Batch
-from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host import lora, passes
 from fathom.runtime.sglang_host.compression import CompressionStep, selectors
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import prompt_tokens
@@ -29,7 +29,8 @@ class SpanForward:
     """
 
     def __init__(self, runner: "ModelRunner", batch: "ScheduleBatch", allocator: DepthAllocator) -> None:
-        self.model, self.backend = runner.model, runner.attn_backend
+        self.runner, self.model, self.backend = runner, runner.model, runner.attn_backend
+        self.adapters = [request.lora_id for request in batch.reqs]
         self.vocabulary = runner.model_config.vocab_size
         self.works = [
             Work(allocator.plan_of(request), begin, begin + new, prompt_tokens(request))
@@ -168,3 +169,4 @@ class SpanForward:
         batch.extend_seq_lens_cpu = count.tolist()
         batch.extend_seq_lens = send(count, batch.extend_seq_lens.device, batch.extend_seq_lens.dtype)
         batch.extend_num_tokens = int(count.sum())
+        lora.assign(self.runner, batch, self.adapters)

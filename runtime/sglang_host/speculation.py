@@ -217,6 +217,7 @@ class VerifyForward:
         self.pool_rows, self.lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
         self.drafted: dict[int, list[int]] = {p.index: p.tokens for p in proposals}
         self.logits: dict[int, torch.Tensor] = {}
+        self.adapters = [request.lora_id for request in batch.reqs]
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: "ForwardBatch", **_: Any
@@ -231,7 +232,9 @@ class VerifyForward:
             places.append(np.arange(length - 1, lengths[-1]))
         rows, count, ends = np.array(self.pool_rows), np.array(new), np.array(lengths)
         computed = Batch.plain(rows, ends, virtual_slots(self.rows, rows, ends), count)
-        compose = partial(passes.prepare, self.runner, tokens, np.concatenate(places), np.arange(len(tokens)))
+        adapters = [x for x, rows_of in zip(self.adapters, new, strict=True) for _ in range(rows_of)]
+        given = self.runner, tokens, np.concatenate(places), np.arange(len(tokens))
+        compose = partial(passes.prepare, *given, adapters=adapters)
         graphs, logits = self.runner.decode_cuda_graph_runner, None
         if isinstance(graphs, DecodeGraphRunner):
             logits = graphs.logits(computed, partial(compose, decode=True))

@@ -130,7 +130,7 @@ class FathomWorker(TpModelWorker):
         asked = get_schedule().num_continuous_decode_steps
         if asked > 1 and (not self._splits or get_serving().enable_streaming_session):
             logger.warning(
-                "--num-continuous-decode-steps has no effect with sliding windows, LoRA, pipeline stages, "
+                "--num-continuous-decode-steps has no effect with sliding windows, pipeline stages, "
                 "streaming sessions, images or sound"
             )
             return 1
@@ -306,7 +306,7 @@ class FathomWorker(TpModelWorker):
         """Whether a batch of any requests may run a few layers at a time."""
         config, runner = self.model_config, self.model_runner
         plain = config.is_generation and not config.is_multimodal and self.ps.pp_size == 1
-        return plain and not runner.sliding_window_size and not runner.server_args.enable_lora
+        return plain and not runner.sliding_window_size
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)

@@ -85,6 +85,12 @@ assert ctypes.CDLL(None).omp_get_max_active_levels() == 1, "regions within regio
 """
 
 
+packs = pytest.mark.skipif(
+    not cpu_linear.multiplies_bfloat16(), reason="oneDNN has no bfloat16 products here"
+)
+
+
+@packs
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_what_plain_ones_gave(bias):
     torch.manual_seed(1)
@@ -131,6 +137,7 @@ class Model(torch.nn.Module):
         return LogitsProcessor._compute_lm_head(self.logits_processor, hidden, self.lm_head)
 
 
+@packs
 @pytest.mark.parametrize(("tied", "wide"), [("", False), ("weight", False), ("", True)])
 def test_the_output_matrix_is_packed_where_nothing_else_reads_it(tied, wide):
     torch.manual_seed(2)
@@ -163,6 +170,34 @@ def test_an_output_matrix_that_is_the_embedding_serves_both(width, wide, packed)
     assert torch.equal(method.embedding(model.embedding, ids), rows)
     with pytest.raises(IndexError):
         method.embedding(model.embedding, torch.tensor([128]))
+
+
+@pytest.mark.parametrize("rows", [0, 1, cpu_linear.FEWEST_WIDE, 37])
+@pytest.mark.parametrize("bias", [False, True])
+def test_wide_products_are_exact_but_for_one_rounding(monkeypatch, rows, bias):
+    """In pieces of 32 outputs and one of 16; of rows that are not contiguous, and with a dimension more."""
+    monkeypatch.setattr(cpu_linear, "WIDE_AT_ONCE", 32 * 48)
+    module = linear(48, 80, torch.bfloat16, bias)
+    assert cpu_linear.widen(module) == 1 and module.weight.shape == (80, 48)
+    x = torch.randn(rows, 96).to(torch.bfloat16)[:, ::2]
+    want = x.double() @ module.weight.double().T + (module.bias.double() if bias else 0)
+    if rows >= cpu_linear.FEWEST_WIDE:
+        got = module(x)[0]
+        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-5)
+        assert torch.equal(module(x.unsqueeze(0))[0], got.unsqueeze(0))
+    else:
+        torch.testing.assert_close(module(x)[0].double(), want, rtol=2e-2, atol=5e-2)
+    assert cpu_linear.widen(linear(48, 80, torch.float32, bias)) == 0
+
+
+@pytest.mark.parametrize(("tied", "wide"), [("", False), ("weight", False), ("module", False), ("", True)])
+def test_the_output_matrix_is_multiplied_in_float32(tied, wide):
+    model = Model(tied, wide)
+    hidden, ids = torch.randn(7, 48).to(torch.bfloat16), torch.tensor([[0, 99], [64, 1]])
+    want, rows = model(hidden), model.embedding.weight[ids]
+    assert cpu_linear.widen(model) == (not wide)
+    torch.testing.assert_close(model(hidden), want, rtol=2e-2, atol=2e-2)
+    assert torch.equal(model.embedding.quant_method.embedding(model.embedding, ids), rows)
 
 
 def linear(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> ReplicatedLinear:

@@ -82,3 +82,20 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
 def test_what_divides_rows_or_counts_slots_is_refused(tiny_model, flags, told):
     with pytest.raises(ValueError, match=f"KV in depth pages needs .*{told}"):
         engine_args.build(["--model-path", str(tiny_model), *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--lora-backend", "triton"), "needs --lora-backend torch_native: the others launch kernels"),
+        (("--lora-backend=csgmv",), "needs --lora-backend torch_native"),
+        (("--enable-lora-overlap-loading",), "needs no --enable-lora-overlap-loading"),
+    ],
+)
+@pytest.mark.parametrize("adapters", [("--lora-paths", "a=b"), ("--enable-lora", "--max-lora-rank", "8")])
+def test_adapters_without_a_gpu_are_multiplied_by_our_backend(tiny_model, adapters, flags, told):
+    given = ["--model-path", str(tiny_model)]
+    assert engine_args.build([*given, *adapters]).lora_backend == "torch_native"
+    with pytest.raises(ValueError, match=f"LoRA without a GPU {told}"):
+        engine_args.build([*given, *adapters, *flags])
+    assert engine_args.build([*given, "--lora-backend", "triton"]).lora_backend == "triton"  # for nothing

@@ -1,0 +1,140 @@
+"""The seams of LoRA adapters: SGLang's layers and registry, with our backend where there is no GPU."""
+
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+
+LORA_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        SCHEDULER,
+        "lora.lora_manager:LoRAManager.prepare_lora_batch",
+        "call",
+        "rows that we chose have adapters too",
+        "forward_batch",
+        reads_attributes("batch_size lora_ids forward_mode lora_backend"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.utils:generate_sequence_lengths",
+        "read",
+        "takes the rows of each request from what we set",
+        "forward_batch device",
+        reads_attributes("extend_seq_lens extend_seq_lens_cpu batch_size"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:Req.__init__",
+        "read",
+        "an adapter is part of the prefix cache's key, behind ours",
+        None,
+        reads_attributes("lora_id extra_key"),
+    ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager.init_lora",
+        "override",
+        "who uses an adapter is known by what has not ended, not by a count",
+        "",
+        reads_attributes("lora_registry LoRARegistry lora_paths"),
+    ),
+    relies_on(
+        SERVER,
+        "lora.lora_registry:LoRARegistry.wait_for_unload",
+        "override",
+        "the same",
+        "lora_id",
+        reads_attributes("_counters"),
+    ),
+    relies_on(SERVER, "lora.lora_registry:LoRARegistry.release", "override", "the same", "lora_id"),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_control_mixin:TokenizerControlMixin._unload_lora_adapter_locked",
+        "read",
+        "no new request finds an adapter that waits for its unloading",
+        "obj",
+        reads_attributes("unregister wait_for_unload"),
+    ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager._resolve_lora_path",
+        "read",
+        "`lora_path` may be set by us, and names are those of `lora_ref_cache`",
+        "obj",
+        reads_attributes("lora_path lora_ref_cache"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.backend.lora_registry:register_lora_backend",
+        "register",
+        "adapters are multiplied by our backend under SGLang's name",
+        "name",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner:ModelRunner.init_lora_manager",
+        "replace",
+        "SGLang's layers for adapters pin memory, which only an accelerator allows",
+        "",
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.backend.base_backend:BaseLoRABackend",
+        "subclass",
+        "a backend has these methods, and layers ask whether a pass has adapters at all",
+        check=lambda c: (
+            {"validate_lora_targets", "reset_batch_state", "_get_lm_head_pass_segments"} <= set(dir(c))
+            and c.skip_inactive_lora_batches is False
+        ),
+    ),
+    *(
+        relies_on(
+            SCHEDULER, f"lora.backend.base_backend:BaseLoRABackend.{method}", "override", why, parameters
+        )
+        for method, why, parameters in (
+            (
+                "prepare_lora_batch",
+                "whose the rows of a pass are",
+                "forward_batch weight_indices lora_ranks scalings use_cuda_graph use_prefill_cuda_graph",
+            ),
+            (
+                "run_lora_a_embedding",
+                "an adapter of the embedding",
+                "input_ids weights vocab_size extra_embeddings args kwargs",
+            ),
+            ("run_lora_a_sgemm", "an adapter's first product", "x weights args kwargs"),
+            ("run_lora_b_sgemm", "and its second", "x weights args kwargs"),
+            ("run_qkv_lora", "both of three projections", "x qkv_lora_a qkv_lora_b args kwargs"),
+            ("run_gate_up_lora", "both of two", "x gate_up_lora_a gate_up_lora_b args kwargs"),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.layers:BaseLayerWithLoRA.lora_active",
+        "read",
+        "a pass without adapters is the model's own",
+        check=lambda p: reads_attributes("batch_info skip_inactive_lora_batches")(p.fget),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.layers:BaseLayerWithLoRA.__init__",
+        "read",
+        "the layer beneath is packed",
+        "base_layer lora_backend",
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"lora.layers:{layer}WithLoRA.forward",
+            "read",
+            "multiplies by its weight as the layer beneath does",
+            None,
+            reads_attributes("quant_method apply base_layer"),
+        )
+        for layer in ("ColumnParallelLinear", "RowParallelLinear")
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.utils:get_lm_head_pruned_lens",
+        "call",
+        "which rows the output matrix gets",
+        "forward_batch",
+    ),
+)

@@ -1,0 +1,205 @@
+"""LoRA adapters beside policies: each answer is that of a model with the adapter in its weights."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from adapters import ATTENTION, ENDS, MLP, save_adapter
+from conftest import save_random_model
+from greedy import body_of
+from interpreted import NEW_TOKENS, POLICIES, SERVED, Oracle, prompt_of
+from noisy import draft_flags
+from transformers import AutoModelForCausalLM
+
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
+
+KINDS = {"a": (4, ATTENTION + MLP), "b": (6, ATTENTION + ENDS), "c": (3, ("q_proj", "v_proj", "down_proj"))}
+"""Rank and matrices; a, b and the model alone fill all places that the server has."""
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """By name: folder of the adapter, folder of the model that has taken it in."""
+    return {
+        name: save_adapter(tmp_path_factory.mktemp(name), tiny_model, *kind, seed)
+        for seed, (name, kind) in enumerate(KINDS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model, close_draft, saved):
+    paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in ("a", "b")))
+    return start_server(tiny_model, *SERVED, *draft_flags(close_draft), *paths, "--max-loras-per-batch", "3")
+
+
+@pytest.fixture(scope="module")
+def oracles(tiny_model, close_draft, triggers, saved):
+    models = {None: tiny_model} | {name: merged for name, (_, merged) in saved.items()}
+    return {name: Oracle(model, close_draft, triggers) for name, model in models.items()}
+
+
+def ask(server, name, adapter, new_tokens=NEW_TOKENS, **more):
+    body = body_of(prompt_of(name), POLICIES[name], new_tokens) | {"lora_path": adapter} | more
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check_together(server, oracles, pairs):
+    """All at once: rows of several adapters and of none meet in the batches."""
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        answers = list(pool.map(lambda pair: ask(server, *pair), pairs))
+    for (name, adapter), answer in zip(pairs, answers, strict=True):
+        account = oracles[adapter].check(name, answer)
+        assert (account["kept_tokens"] < account["prompt_tokens"]) == (
+            name not in ("dense", "SFI", "drafting")
+        )
+    return answers
+
+
+def test_every_mechanism_with_every_adapter(server, oracles):
+    adapters = (None, "a", "b")
+    answers = check_together(server, oracles, [(name, adapter) for name in POLICIES for adapter in adapters])
+    texts = [tuple(answer["output_ids"]) for answer in answers]
+    assert len(set(texts)) == len(texts)  # no prompt has the same answer with another adapter
+    assert server.engine()["ended_rows"] > 0 and server.engine()["lacking"] == {}
+
+
+def test_more_adapters_than_places(server, oracles, saved):
+    """An adapter that comes later takes a place, waits for one, and goes; nobody's answer is another's."""
+    server.flush()
+    reply = server.client.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": str(saved["c"][0])})
+    assert reply.status_code == 200, reply.text
+    names = ("dense", "FastKV", "SFI", "everything")
+    check_together(server, oracles, [(name, adapter) for adapter in oracles for name in names])
+    assert server.client.post("/unload_lora_adapter", json={"lora_name": "c"}).status_code == 200
+    assert "c" not in {model["id"] for model in server.client.get("/v1/models").json()["data"]}
+
+
+def test_what_ends_early_gives_its_adapter_back(server, saved):
+    """Requests that are refused, left or ended keep no adapter from being unloaded."""
+    body = body_of(prompt_of("dense"), {}, 200) | {"lora_path": "b", "stream": True}
+    with server.client.stream("POST", "/generate", json=body) as stream:
+        next(stream.iter_lines())
+    refused = (
+        {"fathom": {"depth_cutoff": 99}},
+        {"sampling_params": {"max_new_tokens": 4, "temperature": -1}},
+        {"sampling_params": {"max_new_tokens": 4, "n": 0}},
+        {"input_ids": list(range(6, 600))},
+    )
+    for change in refused:
+        reply = server.client.post("/generate", json=body | {"stream": False} | change)
+        assert reply.status_code == 400, reply.text
+    several = {"sampling_params": {"n": 3, "max_new_tokens": 2, "temperature": 1}, "stream": False}
+    assert server.client.post("/generate", json=body | several).status_code == 200
+    began = time.monotonic()
+    assert server.client.post("/unload_lora_adapter", json={"lora_name": "b"}, timeout=20).status_code == 200
+    assert time.monotonic() - began < 15
+    back = {"lora_name": "b", "lora_path": str(saved["b"][0])}
+    assert server.client.post("/load_lora_adapter", json=back).status_code == 200
+
+
+@pytest.mark.parametrize("adapter", ["a", "b"])
+def test_log_probabilities_of_a_prompt(server, saved, adapter):
+    """The output matrix gets other rows than the layers do."""
+    prompt = prompt_of(adapter, 90)
+    sampling = {"max_new_tokens": 1, "temperature": 0}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 20}
+    others = [body | {"lora_path": name} for name in ("a", None, "b")]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(
+            pool.map(
+                lambda b: server.client.post("/generate", json=b), [*others, body | {"lora_path": adapter}]
+            )
+        )
+    got = [value for value, _, _ in replies[-1].json()["meta_info"]["input_token_logprobs"][1:]]
+    model = AutoModelForCausalLM.from_pretrained(saved[adapter][1], dtype=torch.float32)
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    want = rows[torch.arange(20, 89), torch.tensor(prompt[21:])].tolist()
+    assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_an_adapter_is_asked_for_by_its_name(server, tiny_model):
+    """As `/v1/models` lists it, or behind the model's; on every route."""
+    messages = [{"role": "user", "content": "Which code?"}]
+    sampling = {"temperature": 0, "max_tokens": 8, "fathom": {"depth_cutoff": 3}}
+
+    def said(route, **body):
+        reply = server.client.post(route, json=body)
+        assert reply.status_code == 200, reply.text
+        reply = reply.json()
+        assert reply["fathom"]["policy"]["depth_cutoff"] == 3
+        return reply
+
+    def chat(**body):
+        return said("/v1/chat/completions", messages=messages, **sampling, **body)["choices"][0]["message"][
+            "content"
+        ]
+
+    texts = {name: chat(model=str(tiny_model), lora_path=name) for name in (None, "a", "b")}
+    assert len(set(texts.values())) == 3
+    assert chat(model=str(tiny_model)) == texts[None]
+    for name in ("a", "b"):
+        assert chat(model=name) == chat(model=f"{tiny_model}:{name}") == texts[name]
+        response = said(
+            "/v1/responses",
+            model=name,
+            input=messages,
+            max_output_tokens=8,
+            temperature=0,
+            fathom={"depth_cutoff": 3},
+        )
+        assert response["output"][-1]["content"][0]["text"] == texts[name]
+        message = said("/v1/messages", model=name, messages=messages, **sampling)
+        assert message["content"][0]["text"] == texts[name]
+    completions = [
+        said("/v1/completions", model=model, prompt="Which code?", **sampling)["choices"][0]["text"]
+        for model in ("a", f"{tiny_model}:a", str(tiny_model))
+    ]
+    assert completions[0] == completions[1] != completions[2]
+    unknown = {"model": f"{tiny_model}:zzz", "messages": messages}
+    reply = server.client.post("/v1/chat/completions", json=unknown)
+    assert reply.status_code == 400 and "zzz" in reply.text
+
+
+def test_two_devices(start_server, tiny_model, saved, oracles):
+    paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in saved))
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    server = start_server(tiny_model, *SERVED, "--tp-size", "2", *paths, env=binding)
+    names = ("dense", "SPEED", "FastKV")
+    check_together(server, oracles, [(name, adapter) for name in names for adapter in oracles])
+    assert server.stop() == 0
+
+
+def test_bfloat16(start_server, tmp_path):
+    """Steps of requests without an adapter are those of a server without adapters, joined layers and all."""
+    for folder in ("model", "adapter"):
+        (tmp_path / folder).mkdir()
+    model = save_random_model(tmp_path / "model", dtype="bfloat16")
+    adapter, merged = save_adapter(tmp_path / "adapter", model, 4, ATTENTION + MLP, 1)
+    flags = ("--dtype", "bfloat16", "--max-total-tokens", "4000", "--num-continuous-decode-steps", "4")
+    server, plain = (start_server(model, *flags, *more) for more in (("--lora-paths", f"a={adapter}"), ()))
+    engine = server.engine()
+    assert all(engine[name] == plain.engine()[name] for name in ("joined_layers", "packed_weights"))
+    assert ask(server, "dense", None, 20)["output_ids"] == ask(plain, "dense", None, 20)["output_ids"]
+    joined = server.engine()["joined_steps"]
+    assert joined == plain.engine()["joined_steps"] and (joined > 10) == has_bfloat16_products()
+    answer = ask(server, "dense", "a", 12)
+    assert server.engine()["joined_steps"] == joined
+    tokens, tops = prompt_of("dense") + answer["output_ids"], answer["meta_info"]["output_top_logprobs"]
+
+    def apart_from(folder):
+        exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            rows = exact(torch.tensor([tokens])).logits[0, 68:-1].log_softmax(-1)
+        pairs = zip(rows, tops, strict=True)
+        return [abs(value - row[token].item()) for row, top in pairs for value, token, _ in top]
+
+    near, far = apart_from(merged), apart_from(model)
+    assert sum(near) / len(near) < 0.1 and max(near) < 0.6
+    assert sum(far) / len(far) > 1
+    assert server.stop() == 0
