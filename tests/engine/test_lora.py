@@ -165,6 +165,19 @@ def test_an_adapter_is_asked_for_by_its_name(server, tiny_model):
     assert reply.status_code == 400 and "zzz" in reply.text
 
 
+def test_on_a_gpu_in_name_only(start_nominal, tiny_model, close_draft, saved, oracles):
+    """SGLang's Triton kernels for adapters, interpreted; decode steps captured, and launched ahead of the host."""
+    paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in ("a", "b")))
+    graphs = ("--cuda-graph-bs-decode", "1", "4", "--sfi-evidence-mib", "8")
+    more = ("--device", "cuda", *graphs, *paths, "--lora-backend", "triton", "--max-loras-per-batch", "3")
+    server = start_nominal(tiny_model, close_draft, *SERVED, *more)
+    for name in POLICIES:
+        check_together(server, oracles, [(name, adapter) for adapter in (None, "a", "b")])
+    engine = server.engine()
+    assert engine["replayed_steps"]["dense"] > 0 and engine["replayed_steps"]["alternating"] > 0
+    assert engine["overlapped_steps"] > 0 and engine["lacking"] == {}
+
+
 def test_two_devices(start_server, tiny_model, saved, oracles):
     paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in saved))
     cores = sorted(os.sched_getaffinity(0))
