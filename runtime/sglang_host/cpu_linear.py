@@ -93,18 +93,10 @@ def widen(model: torch.nn.Module) -> int:
     """Let every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted in
     float32, multiply in float32; the number of matrices.
     """
-    modules: list[Any] = list(model.modules())
-    wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
-    head, widened = getattr(model, "lm_head", None), 0
-    for module in modules:
-        kind = _method_for(module, module is head)
-        if kind is None or module.weight.dtype != torch.bfloat16:
-            continue
-        if wide_head and not isinstance(module, LinearBase):
-            continue
+    found = _matrices(model, list(model.modules()))
+    for module, _ in found:
         module.quant_method = WideLinearMethod()
-        widened += 1
-    return widened
+    return len(found)
 
 
 def pack(model: torch.nn.Module) -> int:
@@ -118,14 +110,9 @@ def pack(model: torch.nn.Module) -> int:
     left |= {id(module) for module in holders}
     modules = [module for module in every if id(module) not in left]
     owners = Counter(id(p) for module in modules for p in module._parameters.values())
-    wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
-    head = getattr(model, "lm_head", None)
     packed = []
-    for module in modules:
-        kind = _method_for(module, module is head)
-        if kind is None or module.weight.dtype != torch.bfloat16 or owners[id(module.weight)] > 1:
-            continue
-        if wide_head and not isinstance(module, LinearBase):
+    for module, kind in _matrices(model, modules):
+        if owners[id(module.weight)] > 1:
             continue
         method = kind(module.weight)
         if kind is PackedTiedMethod and method.lines is None:
@@ -136,6 +123,20 @@ def pack(model: torch.nn.Module) -> int:
     if any(method.lines is not None for method in packed):
         packed_linear_cpu.warm_up()
     return len(packed)
+
+
+def _matrices(model: Any, modules: list[Any]) -> list[tuple[Any, type[PackedLinearMethod]]]:
+    """Those of the modules that are to be multiplied by in bfloat16, and what would do it on packed weights."""
+    wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
+    head = getattr(model, "lm_head", None)
+    kinds = ((module, _method_for(module, module is head)) for module in modules)
+    return [
+        (module, kind)
+        for module, kind in kinds
+        if kind is not None
+        and module.weight.dtype == torch.bfloat16
+        and (isinstance(module, LinearBase) or not wide_head)
+    ]
 
 
 def _method_for(module: Any, is_head: bool) -> type[PackedLinearMethod] | None:
