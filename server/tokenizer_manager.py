@@ -182,6 +182,8 @@ class FathomTokenizerManager(TokenizerManager):
         if not reports or finish_reason is None:
             return
         (report,) = reports
+        if adapter := getattr(state.obj, "lora_path", None):
+            report = report | {"adapter": adapter}
         meta_info[POLICY_KEY] = public(report)
         if account := account_of(state):
             account.first_token = report.get("first_token_time")

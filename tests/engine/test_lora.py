@@ -53,6 +53,7 @@ def check_together(server, oracles, pairs):
         answers = list(pool.map(lambda pair: ask(server, *pair), pairs))
     for (name, adapter), answer in zip(pairs, answers, strict=True):
         account = oracles[adapter].check(name, answer)
+        assert account.get("adapter") == adapter
         assert (account["kept_tokens"] < account["prompt_tokens"]) == (
             name not in ("dense", "SFI", "drafting")
         )
@@ -132,6 +133,8 @@ def test_an_adapter_is_asked_for_by_its_name(server, tiny_model):
         assert reply.status_code == 200, reply.text
         reply = reply.json()
         assert reply["fathom"]["policy"]["depth_cutoff"] == 3
+        asked = body.get("lora_path") or body["model"].rpartition(":")[2]
+        assert reply["fathom"].get("adapter") == (asked if asked in KINDS else None)
         return reply
 
     def chat(**body):
