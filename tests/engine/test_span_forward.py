@@ -52,7 +52,7 @@ class Request:
     def __init__(self, row, policy, prompt, output=0, chosen=None):
         custom = {requests.POLICY_KEY: Policy(**policy).to_wire()}
         self.sampling_params = SimpleNamespace(custom_params=custom, sampling_seed=None)
-        self.kv = SimpleNamespace(req_pool_idx=row)
+        self.kv, self.lora_id = SimpleNamespace(req_pool_idx=row), f"adapter {row}"
         self.origin_input_ids = [1000 * row + at for at in range(prompt)]
         self.output_ids = [1000 * row + 500 + at for at in range(output)]
         self.policy, self.chosen, self.length, self.virtual, self.job = policy, chosen, 0, [], None
@@ -76,9 +76,18 @@ class Backend:
         self.batch, self.views = batch, Views(self.memory, batch)
 
 
+class Adapters:
+    """In place of SGLang's manager of LoRA adapters: whose each row is, as it was told last."""
+
+    def prepare_lora_batch(self, batch):
+        assert batch.batch_size == len(batch.lora_ids) == len(batch.extend_seq_lens_cpu)
+        self.owners = np.repeat(batch.lora_ids, batch.extend_seq_lens_cpu).tolist()
+
+
 class Model:
     def __init__(self, backend, residual):
         self.backend, self.with_residual, self.passes = backend, residual, []
+        self.adapters = Adapters()
         self.kv = torch.zeros(LAYERS, PAGES + 1, 1, DIM)
         generator = torch.Generator().manual_seed(1)
         # [requests, layers, positions, query heads and the key's, dim]
@@ -119,6 +128,7 @@ class Model:
 
     def _check(self, hidden, ids, positions, batch):
         assert hidden[:, 1].tolist() == positions.tolist() and ids.dtype == positions.dtype == torch.int64
+        assert [f"adapter {token // 1000}" for token in hidden[:, 0].int().tolist()] == self.adapters.owners
         assert batch.residual is None or torch.equal(batch.residual, hidden + 0.5)
         assert batch.extend_seq_lens.tolist() == batch.extend_seq_lens_cpu
         assert batch.extend_num_tokens == sum(batch.extend_seq_lens_cpu) == len(hidden)
@@ -138,7 +148,7 @@ class Engine:
         self.model = Model(self.backend, residual)
         self.runner = SimpleNamespace(
             model=self.model, attn_backend=self.backend, device="cpu", spec_algorithm=None,
-            model_config=SimpleNamespace(vocab_size=2),
+            model_config=SimpleNamespace(vocab_size=2), lora_manager=self.model.adapters,
         )  # fmt: skip
         self.buffer = HiddenBuffer(1000, 2, torch.float32, "cpu")
         self.compression = Compression(self.memory, self.buffer)
