@@ -204,7 +204,7 @@ def test_bfloat16(start_server, tmp_path):
     before = engine["joined_steps"]
     assert ask(server, "dense", None, 20)["output_ids"] == ask(plain, "dense", None, 20)["output_ids"]
     joined = server.engine()["joined_steps"]
-    assert joined - before == (19 if has_bfloat16_products() else 0)
+    assert joined - before >= 19 if has_bfloat16_products() else joined == 0
     answer = ask(server, "dense", "a", 12)
     assert server.engine()["joined_steps"] == joined
     tokens, tops = prompt_of("dense") + answer["output_ids"], answer["meta_info"]["output_top_logprobs"]
