@@ -9,18 +9,21 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 LOOK_AGAIN_SECONDS = 0.02
 
 
-def adapter_named(model: str, served: str, adapters: Container[str]) -> str | None:
-    """The adapter that a request's ``model`` asks for, None for the served model alone.
+def adapter_of(path: Any, model: str, served: str, adapters: Container[str]) -> Any:
+    """The adapter that a request asks for, or one for each of its prompts; None for the served model alone.
 
     SGLang takes ``model:adapter``, on the chat and completions routes, and lists adapters by their own names, which
-    are understood here too, on any route.
+    are understood here too, on any route. What ``model`` says comes before ``lora_path``, as in SGLang.
 
     Args:
+        path: its ``lora_path``; model: its ``model``.
         served: the served model's name; adapters: names of all that were ever loaded.
     """
     if model in adapters:
         return model
-    return None if model == served else model.partition(":")[2].strip() or None
+    if path is not None or model == served:
+        return path
+    return model.partition(":")[2].strip() or None
 
 
 class Adapters(LoRARegistry):

@@ -20,7 +20,7 @@ from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
 from fathom.server import bounds
-from fathom.server.adapters import Adapters, adapter_named
+from fathom.server.adapters import Adapters, adapter_of
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator
 from fathom.server.errors import ControlError
@@ -109,8 +109,9 @@ class FathomTokenizerManager(TokenizerManager):
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
-                if self.enable_lora and context is not None and obj.lora_path is None:
-                    obj.lora_path = adapter_named(context.model, self.served_model_name, self.lora_ref_cache)
+                if self.enable_lora and context is not None:
+                    names = context.model, self.served_model_name, self.lora_ref_cache
+                    obj.lora_path = adapter_of(obj.lora_path, *names)
             except ValueError:
                 # What SGLang does two seconds after the end of a stream needs a normalized request.
                 obj.sampling_params = {}  # may be what cannot be normalized

@@ -93,7 +93,7 @@ def widen(model: torch.nn.Module) -> int:
     """Let every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted in
     float32, multiply in float32; the number of matrices.
     """
-    found = _matrices(model, list(model.modules()))
+    found = _matrices(model, _modules(model))
     for module, _ in found:
         module.quant_method = WideLinearMethod()
     return len(found)
@@ -103,12 +103,7 @@ def pack(model: torch.nn.Module) -> int:
     """Pack every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted
     in float32; the number of matrices packed. One that is the embedding too serves both, packed.
     """
-    every: list[Any] = list(model.modules())
-    holders = [module for module in every if isinstance(module, BaseLayerWithLoRA)]
-    # Adapters of embedding and output matrix are SGLang's layers over the weight as it is.
-    left = {id(x.base_layer) for x in holders if not isinstance(x.base_layer, LinearBase)}
-    left |= {id(module) for module in holders}
-    modules = [module for module in every if id(module) not in left]
+    modules = _modules(model)
     owners = Counter(id(p) for module in modules for p in module._parameters.values())
     packed = []
     for module, kind in _matrices(model, modules):
@@ -123,6 +118,17 @@ def pack(model: torch.nn.Module) -> int:
     if any(method.lines is not None for method in packed):
         packed_linear_cpu.warm_up()
     return len(packed)
+
+
+def _modules(model: torch.nn.Module) -> list[Any]:
+    """All modules but SGLang's layers for LoRA adapters, and what these multiply by, or look up in, themselves: the
+    embedding and the output matrix where there are adapters of them.
+    """
+    every: list[Any] = list(model.modules())
+    holders = [module for module in every if isinstance(module, BaseLayerWithLoRA)]
+    left = {id(holder) for holder in holders}
+    left |= {id(x.base_layer) for x in holders if not isinstance(x.base_layer, LinearBase)}
+    return [module for module in every if id(module) not in left]
 
 
 def _matrices(model: Any, modules: list[Any]) -> list[tuple[Any, type[PackedLinearMethod]]]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from fathom.server.adapters import Adapters, adapter_named
+from fathom.server.adapters import Adapters, adapter_of
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,10 @@ from fathom.server.adapters import Adapters, adapter_named
 )
 def test_names(model, adapter):
     served = "org/served:free" if model.startswith("org") else "served"
-    assert adapter_named(model, served, {"legal": 1, "a:b": 2}) == adapter
+    known = {"legal": 1, "a:b": 2}
+    assert adapter_of(None, model, served, known) == adapter
+    for path in ("other", ["other", None]):
+        assert adapter_of(path, model, served, known) == (model if model in known else path)
 
 
 def test_an_adapter_is_in_use_until_its_last_request_has_ended():
