@@ -4,9 +4,9 @@
 after loading, spares that. It takes the place of the plain weight, so memory stays the same, and weights cannot be
 updated or read back while the server runs. Few rows are multiplied by our own kernel, on the same memory.
 
-On processors for which oneDNN has no bfloat16 products (without AVX512 or AVX-NE-CONVERT), PyTorch multiplies such matrices
-number by number. There weights stay as they are, and all but a few rows are multiplied in float32, a piece of the
-weight at a time.
+On processors for which oneDNN has no bfloat16 products (without AVX512 or AVX-NE-CONVERT), PyTorch multiplies such
+matrices number by number. There weights stay as they are, and all but a few rows are multiplied in float32, a piece
+of the weight at a time.
 """
 
 from collections import Counter
