@@ -12,6 +12,7 @@ from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torc
 from sglang.srt.managers.schedule_batch import Req
 
 from fathom.runtime.sglang_host.requests import penalised, policy_of
+from fathom.runtime.sglang_host.seeds import likely
 from fathom.runtime.staging import send
 from fathom.runtime.verify import draw, match, reject, target_probs
 
@@ -161,6 +162,7 @@ class RowSampler:
         """What SGLang draws for the request's seed at each row's position."""
         info, rows = self.info, len(logits)
         probs = torch.softmax(logits / self._each(info.temperatures, rows).view(-1, 1), -1)
+        probs = likely(probs, self._each(info.min_ps, rows))
         return top_k_top_p_min_p_sampling_from_probs_torch(
             probs,
             self._each(info.top_ks, rows),

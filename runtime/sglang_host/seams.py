@@ -280,6 +280,27 @@ LEDGER: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "layers.sampler:register_sampler_backend",
+        "register",
+        "our sampler takes the slots pytorch and flashinfer: seeds beside min-p, and beside FlashInfer's draws",
+        "backend factory",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:Sampler._sample_from_probs",
+        "override",
+        "draws a batch with seeds as the backend pytorch does, after min-p",
+        "probs sampling_info positions simple_sampling_case",
+    ),
+    relies_on(
+        SCHEDULER,
+        "runtime_context:_ConfigBag.override",
+        "call",
+        "SGLang's sampler asks for the backend's name itself",
+        "kwargs",
+    ),
+    relies_on(
+        SCHEDULER,
         "layers.sampler:murmur_hash32",
         "replace",
         "seeded sampling on a CPU without sgl_kernel",

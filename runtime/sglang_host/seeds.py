@@ -1,10 +1,12 @@
-"""Makes a request's ``seed`` count without SGLang's deterministic mode.
+"""Makes a request's ``seed`` count without SGLang's deterministic mode, whatever its neighbours ask for.
 
 SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives
-every request without a seed the same one. Its samplers draw from (seed, position) wherever the tensor is there, so
+every request without a seed the same one. Its PyTorch sampler draws from (seed, position) where there is one, so
 filling it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
+Neither that sampler with min-p nor FlashInfer's takes seeds: such batches are filtered first, and drawn by PyTorch.
 """
 
+import copy
 import inspect
 import random
 from typing import Any
@@ -17,16 +19,45 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.runtime.staging import send
 
+BACKENDS = ("pytorch", "flashinfer")
+"""SGLang's sampling backends with which a seed counts."""
+
 _merge_batch = SamplingBatchInfo.merge_batch
+
+
+class SeededSampler(sampler.Sampler):
+    """SGLang's sampler, which draws batches with seeds as PyTorch does."""
+
+    def _sample_from_probs(
+        self, probs: torch.Tensor, sampling_info: SamplingBatchInfo, *rest: Any
+    ) -> tuple[torch.Tensor, Any]:
+        if sampling_info.sampling_seed is None:
+            return super()._sample_from_probs(probs, sampling_info, *rest)
+        if sampling_info.need_min_p_sampling:
+            probs = likely(probs, sampling_info.min_ps)
+            sampling_info = copy.copy(sampling_info)
+            sampling_info.need_min_p_sampling = False
+        with get_exec().kernel.override(sampling_backend="pytorch"):
+            return super()._sample_from_probs(probs, sampling_info, *rest)
+
+
+def likely(probs: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
+    """What min-p leaves of probabilities, 0 elsewhere; not scaled, which a draw with a seed does not need.
+
+    Top-k and top-p choose the same of it as of all: what they add up comes before what min-p leaves out.
+
+    Args:
+        probs: [rows, vocabulary]; min_ps: [rows], as shares of each row's highest.
+    """
+    return probs.masked_fill(probs < probs.amax(-1, keepdim=True) * min_ps.view(-1, 1), 0)
 
 
 def _random_seed() -> int:
     return random.getrandbits(63)
 
 
-def _supported(info: SamplingBatchInfo) -> bool:
-    """SGLang's samplers refuse seeds beside min-p, and FlashInfer's altogether."""
-    return get_exec().kernel.sampling_backend == "pytorch" and not info.need_min_p_sampling
+def _supported() -> bool:
+    return get_exec().kernel.sampling_backend in BACKENDS
 
 
 def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
@@ -39,17 +70,14 @@ def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
 def adjusted_from_schedule_batch(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
     """SGLang's hook at the end of ``from_schedule_batch``: fill the seeds if any request brought one."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
-    if self.sampling_seed is None and any(seed is not None for seed in seeds) and _supported(self):
+    if self.sampling_seed is None and any(seed is not None for seed in seeds) and _supported():
         _set(self, [_random_seed() if seed is None else seed % (1 << 63) for seed in seeds])
 
 
 def merge_batch(self: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
     """SGLang's ``merge_batch``, which drops the rows of a side without seeds: give it seeds first."""
     both = (self, other)
-    if not (_supported(self) and _supported(other)):
-        if not get_exec().deterministic.enable_deterministic_inference:
-            self.sampling_seed = other.sampling_seed = None
-    elif any(info.sampling_seed is not None for info in both):
+    if any(info.sampling_seed is not None for info in both):
         for info in both:
             if info.sampling_seed is None:
                 _set(info, [_random_seed() for _ in range(len(info))])
@@ -64,6 +92,8 @@ def install(native: bool) -> None:
     """
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
     SamplingBatchInfo.merge_batch = merge_batch
+    for backend in BACKENDS:
+        sampler.register_sampler_backend(backend, SeededSampler)
     if native:
         sampler.murmur_hash32 = murmur_hash32
         sampler.multinomial_with_seed = inspect.unwrap(sampler.multinomial_with_seed)

@@ -288,8 +288,8 @@ def test_a_stream_is_the_answer_in_order(servers):
 
 def test_a_seed_gives_the_same_answer_with_and_without_drafting(servers):
     server, prompt = servers("whole"), make_prompt(10, 40)
-    for seed in (1, 2, 3):
-        options = {"temperature": 1.0, "top_p": 0.9, "sampling_seed": seed}
+    for seed, more in ((1, {}), (2, {}), (3, {}), (4, {"min_p": 0.2}), (5, {"min_p": 0.5})):
+        options = {"temperature": 1.0, "top_p": 0.9, "sampling_seed": seed, **more}
         plain, sped = (ask(server, [prompt], policy, 16, **options)[0] for policy in ({}, DRAFT))
         assert plain["output_ids"] == sped["output_ids"]
         assert sped["meta_info"]["fathom"]["draft_tokens"] > 0

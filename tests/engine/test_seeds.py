@@ -2,10 +2,13 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch._dynamo
 from sglang.srt.layers import sampler
+from sglang.srt.runtime_context import _ConfigBag
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from fathom.runtime.sglang_host import seeds
@@ -29,17 +32,19 @@ def test_a_seed_repeats_the_sample(server):
 
 
 def test_a_seed_holds_in_a_mixed_batch(server):
-    """Seeded, unseeded and greedy requests arrive one by one and decode together."""
-    alone = {seed: sample(server, seed, tokens=40) for seed in (1, 2, 3)}
+    """Seeded, unseeded and greedy requests, some of which have a min-p, arrive one by one and decode together."""
+    seeded = {1: {}, 2: {"min_p": 0.3}, 3: {"top_k": 20, "min_p": 0.05}, 4: {"top_p": 0.9}}
+    alone = {seed: sample(server, seed, tokens=40, **params) for seed, params in seeded.items()}
+    assert alone[2] != sample(server, 2, tokens=40)
     rng = random.Random(0)
 
     def ask(i):
         kind = i % 3
         if kind == 0:
-            seed = rng.choice([1, 2, 3])
-            return seed, sample(server, seed, tokens=40)
+            seed = rng.choice(list(seeded))
+            return seed, sample(server, seed, tokens=40, **seeded[seed])
         if kind == 1:
-            return None, sample(server, tokens=rng.randint(5, 60))
+            return None, sample(server, tokens=rng.randint(5, 60), min_p=rng.choice([0, 0.02]))
         return None, sample(server, tokens=20, temperature=0)
 
     with ThreadPoolExecutor(6) as pool:
@@ -48,26 +53,65 @@ def test_a_seed_holds_in_a_mixed_batch(server):
     assert len({tuple(tokens) for seed, tokens in answers[1::3]}) == 8, "unseeded rows must differ"
 
 
-def test_min_p_beside_a_seed_is_served(server):
-    """SGLang's sampler cannot combine the two; the request is answered, without the seed's guarantee."""
-    with ThreadPoolExecutor(4) as pool:
-        mixed = [(3, {}), (None, {"min_p": 0.1}), (4, {"min_p": 0.2}), (None, {})] * 2
-        assert all(pool.map(lambda case: len(sample(server, case[0], tokens=30, **case[1])) == 30, mixed))
-
-
-def test_a_huge_seed_is_no_crash(server):
-    assert len(sample(server, 2**62 + 11)) == 16
-
-
-def test_a_seeded_draw_compiles_nothing(monkeypatch):
-    """On a GPU, too, where PyTorch's compiler is on: nobody waits for it when the first seeded requests come."""
+@pytest.fixture
+def installed(monkeypatch):
+    """Our functions in SGLang's places, for one test."""
     for place, names in (
         (sampler, ("murmur_hash32", "multinomial_with_seed")),
         (SamplingBatchInfo, ("adjusted_from_schedule_batch", "merge_batch")),
     ):
         for name in names:
             monkeypatch.setattr(place, name, getattr(place, name))
+    monkeypatch.setattr(sampler, "_CUSTOM_SAMPLER_FACTORIES", {})
     seeds.install(native=True)
+
+
+@pytest.mark.parametrize("backend", seeds.BACKENDS)
+def test_draws_with_seeds_follow_the_distribution(installed, monkeypatch, backend):
+    """Top-k, top-p and min-p as the rule for them says, over many seeds; rows beside each other do not meet."""
+    kernel = _ConfigBag("exec.kernel")
+    kernel._set("sampling_backend", backend)
+    for place in (sampler, seeds):
+        monkeypatch.setattr(place, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    draws, vocabulary = 20_000, 8
+    base = torch.softmax(torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)), -1)
+    rules = [(vocabulary, 1.0, 0.0), (vocabulary, 1.0, 0.25), (4, 1.0, 0.1), (vocabulary, 0.7, 0.2)]
+    top_ks, top_ps, min_ps = (torch.tensor(column).repeat(draws) for column in zip(*rules, strict=True))
+    info = SimpleNamespace(
+        sampling_seed=torch.arange(draws).repeat_interleave(len(rules)),
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
+        need_min_p_sampling=True,
+        sampling_mask_batch_indices=None,
+    )
+    positions = torch.full((len(top_ks),), 5)
+    drawing = seeds.SeededSampler.__new__(seeds.SeededSampler)
+    probs = base.repeat(len(top_ks), 1)
+    tokens, _ = drawing._sample_from_probs(probs, info, positions, False)
+    assert torch.equal(probs, base.repeat(len(top_ks), 1)) and info.need_min_p_sampling
+    assert kernel.sampling_backend == backend
+    order = sorted(range(vocabulary), key=lambda token: -base[token])
+    for row, (top_k, top_p, min_p) in enumerate(rules):
+        before = [sum(float(base[t]) for t in order[:place]) for place in range(vocabulary)]
+        stays = {
+            token
+            for place, token in enumerate(order)
+            if place < top_k and before[place] <= top_p and base[token] >= min_p * base[order[0]]
+        }
+        assert 1 < len(stays) < vocabulary or row == 0
+        want = torch.tensor([float(base[t]) if t in stays else 0.0 for t in range(vocabulary)])
+        got = torch.bincount(tokens[row :: len(rules)], minlength=vocabulary) / draws
+        assert set(got.nonzero().flatten().tolist()) == stays
+        assert (got - want / want.sum()).abs().max() < 4 * (0.25 / draws) ** 0.5
+
+
+def test_a_huge_seed_is_no_crash(server):
+    assert len(sample(server, 2**62 + 11)) == 16
+
+
+def test_a_seeded_draw_compiles_nothing(installed, monkeypatch):
+    """On a GPU, too, where PyTorch's compiler is on: nobody waits for it when the first seeded requests come."""
     probs = torch.softmax(torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), -1)
     most, all_of_it, nothing = torch.full((3,), 50), torch.ones(3), torch.zeros(3)
     seed, position = torch.tensor([7, 2**62, 7]), torch.tensor([4, 5, 4])
