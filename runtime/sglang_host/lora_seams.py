@@ -28,6 +28,57 @@ LORA_SEAMS: tuple[Seam, ...] = (
         reads_attributes("lora_id extra_key"),
     ),
     relies_on(
+        SCHEDULER,
+        "lora.lora_config:LoRAConfig.__init__",
+        "replace",
+        "an adapter's config says what cannot be served; one rank and one scale for all matrices",
+        "path config_dict added_tokens_config base_vocab_size",
+        reads_attributes("hf_config r lora_alpha"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.lora:LoRAAdapter._process_weight",
+        "replace",
+        "only factors, and of layers that there are",
+        "name loaded_weight",
+        reads_attributes("layers embedding_layers"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.lora:LoRAAdapter._normalize_weights",
+        "replace",
+        "matrices that are missing from a stack are zeros; shapes are the model's",
+        "",
+        reads_attributes("normalize_qkv_proj normalize_gate_up_proj layers weights"),
+    ),
+    relies_on(SCHEDULER, "lora.lora:LoRAAdapter._is_non_gated_moe_weight", "call", "the same", "weight_name"),
+    relies_on(
+        SCHEDULER,
+        "lora.mem_pool:LoRAMemoryPool.load_lora_weight_to_buffer",
+        "replace",
+        "nothing of the adapter that had the place before",
+        None,
+        reads_attributes("_clear_buffer_slot_for_base config r scaling"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.linear:QKVParallelLinear.__init__",
+        "read",
+        "outputs of q, k and v",
+        None,
+        reads_attributes("total_num_heads total_num_kv_heads head_size v_head_size"),
+    ),
+    *(
+        relies_on(SCHEDULER, f"lora.utils:{name}", "call", "the model's shapes", parameters)
+        for name, parameters in (
+            ("get_hidden_dim", "module_name config base_model layer_idx lora_added_vocab_size"),
+            ("get_stacked_multiply", "module_name base_model"),
+            ("get_target_module_name", "full_module_name target_modules"),
+            ("get_normalized_target_modules", "target_modules"),
+            ("auto_detect_lora_target_modules", "model"),
+        )
+    ),
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.init_lora",
         "override",

@@ -40,7 +40,7 @@ def install(
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
-    from fathom.runtime.sglang_host import seeds
+    from fathom.runtime.sglang_host import adapter_files, seeds
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
@@ -51,6 +51,7 @@ def install(
     scheduler_module.Scheduler = FathomScheduler
     ours = isinstance(current_platform, DepthPagePlatform)
     seeds.install(ours)
+    adapter_files.install()
     if ours:
         from sglang.srt.mem_cache import registry
 

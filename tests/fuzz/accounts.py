@@ -17,6 +17,8 @@ def in_effect(request: Request, account: Mapping[str, Any], world: World) -> dic
     Drafting is not among it: it changes no token.
     """
     told = account["policy"]
+    if account.get("adapter") != request.adapter:
+        raise Wrong(f"the account says adapter {account.get('adapter')}, {request.adapter} was asked for")
     for name, value in request.policy.items():
         tuned = SPECS[name].tunes
         idle = tuned and told[tuned] == SPECS[tuned].neutral

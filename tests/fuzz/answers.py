@@ -122,6 +122,9 @@ class Checker:
             return None
         raise Wrong(f"the server gave it up: {reason}")
 
+    def _reference(self, request: Request) -> Reference:
+        return self.reference.of(request.adapter)
+
     def _live(self, policy: dict[str, Any], account: Answer, retracted: int) -> None:
         """Which mechanisms the account shows."""
         kept, prompt = account["kept_tokens"], account["prompt_tokens"]
@@ -137,6 +140,7 @@ class Checker:
             "a found prefix": account["cached_tokens"] > 0,
             "a prompt in chunks": account["prefill_steps"] > 1,
             "dense fallback": account["dense_fallbacks"] > 0,
+            "an adapter": "adapter" in account,
         }
         self.counts.update(name for name, did in ran.items() if did)
         self.counts["answers"] += 1
@@ -162,7 +166,7 @@ class Checker:
         """Compare the tokens of a greedy answer; None where they may differ, and do."""
         tokens, ends = answer["output_ids"], self._ends(request)
         asked = (request.prompt, policy, max(request.new_tokens, len(tokens)), ends)
-        want = self.reference.expected(*asked)
+        want = self._reference(request).expected(*asked)
         stop = next((i for i, token in enumerate(want.tokens) if token in ends), None)
         due = request.new_tokens if stop is None else stop + 1
         account = answer["meta_info"]["fathom"]
@@ -177,7 +181,7 @@ class Checker:
                     self.counts["not compared: SFI after a retraction or with little evidence"] += 1
                 return None
             top = want.logits[at].topk(2).values
-            if float(top[0] - top[1]) < TIE or self.reference.decided_by_rounding(*asked):
+            if float(top[0] - top[1]) < TIE or self._reference(request).decided_by_rounding(*asked):
                 self.counts["not compared: decided by rounding"] += 1
                 return None
             raise Wrong(f"token {at} of {len(tokens)} differs, taken back {retracted} times", want.tokens)
@@ -207,14 +211,14 @@ class Checker:
         told, longest, nearest = (request.prompt, policy, len(tokens), self._ends(request)), 0, 0
         for count in range(at, 0, -1):
             restart = {"forced": want.tokens[:count], "taken_back": count}
-            same = difference(self.reference.expected(*told, **restart).tokens, tokens)
+            same = difference(self._reference(request).expected(*told, **restart).tokens, tokens)
             if same is None:
                 self.counts["SFI's restarts explained"] += 1
                 return
             if same > longest:
                 longest, nearest = same, count
         restart = {"forced": want.tokens[:nearest], "taken_back": nearest}
-        if longest <= at or not self.reference.decided_by_rounding(*told, **restart):
+        if longest <= at or not self._reference(request).decided_by_rounding(*told, **restart):
             raise Wrong(f"no restart explains token {at} of {len(tokens)}", want.tokens)
         self.counts["not compared: decided by rounding"] += 1
 
@@ -237,13 +241,16 @@ class Checker:
         self.counts["log-probabilities compared"] += 1
         if worst > TOLERANCE:
             asked = (request.prompt, policy, len(tokens), self._ends(request))
-            if not self.reference.decided_by_rounding(*asked):
+            if not self._reference(request).decided_by_rounding(*asked):
                 raise Wrong(f"log-probabilities off by {worst}")
             self.counts["not compared: decided by rounding"] += 1
 
     def _prompt_logprobs(self, request: Request, answer: Answer) -> None:
         start, prompt = request.details["start"], request.prompt
-        told, rows = answer["meta_info"]["input_token_logprobs"], self.reference.prompt_logprobs(prompt)
+        told, rows = (
+            answer["meta_info"]["input_token_logprobs"],
+            self._reference(request).prompt_logprobs(prompt),
+        )
         if len(told) != len(prompt) - start:
             raise Wrong(f"log-probabilities of {len(told)} prompt tokens, not {len(prompt) - start}")
         last = rows.shape[1] - 1
@@ -272,11 +279,11 @@ class Checker:
         if self._drawn_otherwise(policy) or self._may_differ(account, self._may_be_taken_back()):
             return None
         asked = (ids, policy, answer["usage"]["completion_tokens"], frozenset(), spans)
-        want = self.reference.expected(*asked)
+        want = self._reference(request).expected(*asked)
         text = self.reference.tokenizer.decode(want.tokens, skip_special_tokens=True)
         if (choice["message"]["content"] or "").strip() != text.strip():
             close = min(float(row.topk(2).values.diff().abs()) for row in want.logits) < TIE
-            if not close and not self.reference.decided_by_rounding(*asked):
+            if not close and not self._reference(request).decided_by_rounding(*asked):
                 raise Wrong("another text", [text, want.tokens])
             self.counts["not compared: decided by rounding"] += 1
             return None

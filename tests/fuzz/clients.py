@@ -61,6 +61,7 @@ class Client:
             "flush": self._flush,
             "pause": self._pause,
             "abort all": self._abort_all,
+            "load again": self._load_again,
             "abort": self._abort,
             "session": self._session,
             "batch": self._batch,
@@ -83,6 +84,8 @@ class Client:
             body["logprob_start_len"] = request.details["start"]
         if request.stream:
             body["stream"] = True
+        if request.adapter is not None:
+            body["lora_path"] = request.adapter
         return body | self._priority(request) | request.extra
 
     def _priority(self, request: Request) -> dict[str, int]:
@@ -126,6 +129,17 @@ class Client:
         resumed = self.http.post("/continue_generation", json={})
         return [_read(request, response) for response in (paused, resumed)]
 
+    def _load_again(self, request: Request) -> list[Reply]:
+        """Unload an adapter, which waits for those who use it, and load it; who asks in between has loaded it."""
+        listed = self.http.get("/v1/models").json()["data"]
+        folders = {model["id"]: model["root"] for model in listed}
+        if request.adapter not in folders:  # another client is at it
+            return [Reply(request, 200)]
+        told = {"lora_name": request.adapter}
+        gone = self.http.post("/unload_lora_adapter", json=told)
+        back = self.http.post("/load_lora_adapter", json=told | {"lora_path": folders[request.adapter]})
+        return [_read(request, response) for response in (gone, back)]
+
     def _abort(self, request: Request) -> list[Reply]:
         name = uuid.uuid4().hex
         with ThreadPoolExecutor(1) as pool:
@@ -155,6 +169,8 @@ class Client:
             "ignore_eos": True,
             "fathom": request.policy,
         }
+        if request.adapter is not None:
+            body["model"] = request.adapter
         return [_read(request, self.http.post("/v1/chat/completions", json=body | self._priority(request)))]
 
     def _session(self, request: Request) -> list[Reply]:

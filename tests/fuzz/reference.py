@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from adapters import save_adapter
 from conftest import save_random_model
-from fuzz.worlds import World
+from fuzz.worlds import Adapter, World
 from noisy import draft_flags, noisy_copy
 from oracles import combined, drafted, specprefill
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +30,7 @@ class Reference:
     """The oracles of a world.
 
     Attributes:
-        flags: of a server, to find the models.
+        flags: of a server, to find the models and adapters.
         ends: ids that end an answer if they are not ignored.
     """
 
@@ -51,6 +52,21 @@ class Reference:
             self.flags = draft_flags(draft, world.draft.cost)
         self._known: dict[Any, combined.Answer] = {}
         self._judged: dict[Any, list[int]] = {}
+        self._adapted = {adapter.name: self._with(adapter, folder) for adapter in world.adapters}
+        if world.adapters:
+            self.flags += ("--lora-paths", *(f"{name}={folder / name / 'adapter'}" for name in self._adapted))
+
+    def of(self, adapter: str | None) -> "Reference":
+        """That of requests with an adapter: another model, the same draft."""
+        return self if adapter is None else self._adapted[adapter]
+
+    def _with(self, adapter: Adapter, folder: Path) -> "Reference":
+        other = copy.copy(self)
+        told = {"seed": adapter.seed, "rooted": adapter.rooted}
+        _, merged = save_adapter(folder / adapter.name, self.target, adapter.rank, adapter.modules, **told)
+        other.model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+        other._known = {}
+        return other
 
     def _make_draft(self, folder: Path) -> Path:
         draft = self.world.draft

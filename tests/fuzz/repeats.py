@@ -34,7 +34,8 @@ class Asked:
     @property
     def key(self) -> str:
         """The same for requests whose answers have to be the same."""
-        parts = [self.request.prompt, self.policy, self.request.sampling, sorted(self.ends)]
+        asked = self.request
+        parts = [asked.prompt, asked.adapter, self.policy, asked.sampling, sorted(self.ends)]
         return json.dumps(parts, sort_keys=True)
 
     def drawn(self, tokens: list[int]) -> dict[str, Any]:
@@ -87,6 +88,9 @@ class Repeats:
             raise Wrong("the same tokens with another text", before["text"])
         return True
 
+    def _reference(self, asked: Asked) -> Reference:
+        return self.reference.of(asked.request.adapter)
+
     def _close(self, asked: Asked, tokens: list[int], others: list[int], at: int) -> bool:
         """Whether rounding may have drawn the other token: one as likely is beside it in the order of draws.
 
@@ -96,9 +100,9 @@ class Repeats:
         if asked.unknown:
             return bool(asked.policy.get("decode") == "slow_fast")
         drawn = asked.drawn(tokens[: at + 1])
-        row = self.reference.expected(**drawn).logits[at].log_softmax(-1)
+        row = self._reference(asked).expected(**drawn).logits[at].log_softmax(-1)
         close = abs(float(row[tokens[at]] - row[others[at]])) < TIE
-        return close or self.reference.decided_by_rounding(**drawn)
+        return close or self._reference(asked).decided_by_rounding(**drawn)
 
     def _drawn(self, asked: Asked, answer: Answer) -> None:
         """Log-probabilities of the tokens that were drawn, where no top-k and top-p cut anything off."""
@@ -107,11 +111,13 @@ class Repeats:
             raise Wrong(f"log-probabilities of {len(entries)} tokens, there are {len(tokens)}")
         drawn = asked.drawn(tokens)
         temperature = asked.request.sampling["temperature"]
-        rows = [(row / temperature).log_softmax(-1) for row in self.reference.expected(**drawn).logits]
+        rows = [
+            (row / temperature).log_softmax(-1) for row in self._reference(asked).expected(**drawn).logits
+        ]
         known = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
         worst = max(abs(value - entry[0]) for value, entry in zip(known, entries, strict=True))
         if worst > 3 * TOLERANCE:
-            if not self.reference.decided_by_rounding(**drawn):
+            if not self._reference(asked).decided_by_rounding(**drawn):
                 raise Wrong(f"log-probabilities of what was drawn off by {worst}", known)
             self.counts["not compared: decided by rounding"] += 1
             return

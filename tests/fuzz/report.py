@@ -11,7 +11,7 @@ from fuzz.worlds import World
 
 MECHANISMS = (
     *("SPEED", "SpecPrefill", "FastKV's selection", "KV retention", "SFI", "drafting"),
-    *("retraction", "a found prefix", "a prompt in chunks", "dense fallback"),
+    *("retraction", "a found prefix", "a prompt in chunks", "dense fallback", "an adapter"),
 )
 TOTALS = (
     *("servers", "requests", "greedy answers compared", "greedy tokens compared", "accounts compared"),

@@ -15,7 +15,7 @@ WORDS = ("red", "box", "key", "code", "of", "the", "wooden", "drawer", "is", "Le
 LOWEST, HIGHEST = 6, 2000
 """Ids that prompts are drawn from: words, not the tokenizer's marks."""
 LONGEST = 900
-CONTROLS = frozenset({"flush", "pause", "abort all"})
+CONTROLS = frozenset({"flush", "pause", "abort all", "load again"})
 """Kinds that ask for no answer."""
 REPEATABLE = frozenset({"greedy", "seeded", "grammar", "altered", "prompt logprobs", "leave"})
 """Kinds of which one request sends one body."""
@@ -30,6 +30,7 @@ class Request:
     Attributes:
         kind: "greedy", or what is special about it.
         n: answers that are asked for.
+        adapter: the name of a LoRA adapter; None for the model alone.
         delay: seconds after the wave's start.
         extra: further members of the body.
         details: of its kind.
@@ -41,6 +42,7 @@ class Request:
     kind: str = "greedy"
     sampling: dict[str, Any] = field(default_factory=dict)
     n: int = 1
+    adapter: str | None = None
     stream: bool = False
     logprobs: bool = False
     priority: int = 0
@@ -124,7 +126,16 @@ class Drawer:
         change(self, rng, request)
         if request.n > 1:
             request.stream = False
+        if self.world.adapters:
+            self._adapt(rng, request)
         return request
+
+    def _adapt(self, rng: random.Random, request: Request) -> None:
+        """Give it an adapter or none; now and then it is one that takes an adapter away and brings it back."""
+        names = [adapter.name for adapter in self.world.adapters]
+        request.adapter = rng.choice([None, *names])
+        if request.kind == "greedy" and rng.random() < 0.04:
+            request.kind, request.adapter, request.delay = "load again", rng.choice(names), rng.random()
 
     def prompt(self, rng: random.Random) -> Ids:
         kind = rng.random()
@@ -176,6 +187,7 @@ class Drawer:
             "sampling_seed": rng.randint(0, 5),
             "top_k": rng.choice([-1, -1, 5]),
             "top_p": rng.choice([1.0, 0.9]),
+            "min_p": rng.choice([0.0, 0.0, 0.1]),
         }
 
     def grammar(self, rng: random.Random, request: Request) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from adapters import ATTENTION, ENDS, MLP
 from oracles import sfi
 
 from fathom.runtime.plan import choose_span, choose_tsp_layer
@@ -52,11 +53,22 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter with random weights, drawn from its seed; the rest is as of ``adapters.save_adapter``."""
+
+    name: str
+    rank: int
+    modules: tuple[str, ...]
+    rooted: bool
+    seed: int
+
+
+@dataclass(frozen=True)
 class World:
     """One server and its models.
 
     Attributes:
-        flags: of ``fathom serve``, those of models and devices aside.
+        flags: of ``fathom serve``, those of models, adapters' folders and devices aside.
         page: tokens of a KV page; pool: tokens that fit at all depths; context: longest prompt and answer.
         chunk: prompt tokens of one step, -1 for all.
         span: layers that share a page table; tsp_layer: layers below FastKV's selection, 0 where there are none.
@@ -68,6 +80,7 @@ class World:
         prioritized: requests have a priority.
         scarce_evidence: SFI's logits may not fit: which selections are renewed depends on the batch.
         incremental: events of a stream have only their own tokens.
+        adapters: loaded at the start; a batch may have fewer.
         own_default: requests that say nothing have another policy than ``exact``; drafted_default: and draft.
     """
 
@@ -89,6 +102,7 @@ class World:
     prioritized: bool
     scarce_evidence: bool
     incremental: bool
+    adapters: tuple[Adapter, ...]
     own_default: bool
     drafted_default: bool
 
@@ -121,6 +135,7 @@ class World:
             f"retract every {self.retract_every}" if self.retract_every else "",
             f"{self.devices} devices" if self.devices > 1 else "",
             "draft" if self.draft else "no draft",
+            f"{len(self.adapters)} adapters" if self.adapters else "",
         ]
         return f"{self.target.family} of {self.target.layers} layers, {', '.join(filter(None, odd))}, {shown}"
 
@@ -135,11 +150,13 @@ def draw(seed: int) -> World:
     draft = _draft(rng, target, settings.devices) if rng.random() < 0.85 else None
     scarce, prioritized, incremental = rng.random() < 0.08, rng.random() < 0.2, rng.random() < 0.15
     own_default, default_flags = _default_policy(rng, draft is not None)
+    adapters, adapter_flags = _adapters(random.Random(f"{seed}/adapters"))
     flags = [
         *("--dtype", "float32", *memory_flags, *depth_flags, *_scheduling(rng, prioritized)),
         *("--incremental-streaming-output",) * incremental,
         *(("--grammar-backend", "outlines") if rng.random() < 0.25 else ()),
         *default_flags,
+        *adapter_flags,
         *sfi_flags,
         *(("--sfi-evidence-mib", rng.choice([0.001, 0.02])) if scarce else ()),
     ]
@@ -156,6 +173,7 @@ def draw(seed: int) -> World:
         prioritized=prioritized,
         scarce_evidence=scarce,
         incremental=incremental,
+        adapters=adapters,
         own_default=own_default,
         drafted_default="--preset" in default_flags and draft is not None,
     )
@@ -198,6 +216,21 @@ def _draft(rng: random.Random, target: Target, devices: int) -> Draft:
     if family == "Qwen2":
         config["hidden_size"] = heads * dim
     return Draft(noise, family, config, rng.choice([0, 0, 0.05, 0.5]))
+
+
+def _adapters(rng: random.Random) -> tuple[tuple[Adapter, ...], list[Any]]:
+    if rng.random() >= 0.35:
+        return (), []
+    most = (ATTENTION, MLP, ATTENTION + MLP, ENDS, ATTENTION + MLP + ENDS)
+    choices = (*most, ("k_proj", "v_proj"), ("q_proj", "down_proj"), ("up_proj",), ("lm_head",))
+    adapters = tuple(
+        Adapter(name, rng.choice([1, 4, 6]), rng.choice(choices), rng.random() < 0.3, rng.randrange(2**30))
+        for name in ("a", "b", "c")[: rng.randint(1, 3)]
+    )
+    flags: list[Any] = ["--max-loras-per-batch", rng.randint(1, len(adapters) + 1)]
+    if rng.random() < 0.3:
+        flags += ["--lora-eviction-policy", "fifo"]
+    return adapters, flags
 
 
 def _memory(rng: random.Random) -> tuple[dict[str, Any], list[Any]]:
