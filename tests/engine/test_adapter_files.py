@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 PROMPT = [17, 250, 33, 1000, 42, 7, 99, 1500, 64, 23]
 FORMS = {
     "both ends": {"modules": ENDS},
-    "the last end, in the place of both": {"modules": ("lm_head",)},
-    "the first end, in the place of both": {"modules": ("embed_tokens",)},
-    "no end": {"modules": ("down_proj",)},
+    "the last end": {"modules": ("lm_head",)},
+    "the first end": {"modules": ("embed_tokens",)},
     "q": {"modules": ("q_proj",)},
     "k": {"modules": ("k_proj",)},
     "v": {"modules": ("v_proj",)},
@@ -50,8 +49,12 @@ def server(start_server, model):
     return start_server(model, *FLAGS)
 
 
-def load(server, folder):
-    return server.client.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder)})
+def load(server, folder, name="x"):
+    return server.client.post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+
+
+def unload(server, name="x"):
+    assert server.client.post("/unload_lora_adapter", json={"lora_name": name}).status_code == 200
 
 
 def answer_of(server, adapter=None):
@@ -69,7 +72,6 @@ def rows_of(folder, answer):
 
 
 def test_every_form_is_the_model_with_it_in_its_weights(server, model, tmp_path):
-    """One place for all: each comes where another was."""
     plain = answer_of(server)
     check_tokens(plain, rows_of(model, plain), "without an adapter")
     for seed, (name, form) in enumerate(FORMS.items()):
@@ -80,7 +82,23 @@ def test_every_form_is_the_model_with_it_in_its_weights(server, model, tmp_path)
         check_tokens(answer, rows_of(merged, answer), name)
         apart = rows_of(model, answer) - rows_of(merged, answer)
         assert apart.abs().max() > 0.01, name
-        assert server.client.post("/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
+        unload(server)
+
+
+@pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",), ("down_proj",)])
+def test_nothing_is_left_of_the_adapter_that_had_the_place_before(server, model, tmp_path, modules):
+    """Both stay loaded, and the server has one place."""
+    changes = {"before": ATTENTION + MLP + ENDS, "after": modules}
+    saved = {
+        name: save_adapter(tmp_path / name, model, RANK, several, 5) for name, several in changes.items()
+    }
+    for name, (adapter, _) in saved.items():
+        assert load(server, adapter, name).status_code == 200
+    for name in ("before", "after", "before"):
+        answer = answer_of(server, name)
+        check_tokens(answer, rows_of(saved[name][1], answer), name)
+    for name in saved:
+        unload(server, name)
 
 
 def changed_config(**fields):
@@ -161,7 +179,7 @@ def test_what_cannot_be_served_is_refused_and_harms_nobody(server, model, tmp_pa
         assert answer_of(server)["output_ids"] == before, name
     assert load(server, adapter).status_code == 200
     assert answer_of(server, "x")["output_ids"] != before
-    assert server.client.post("/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
+    unload(server)
 
 
 def test_a_start_with_one_says_why(start_server, tiny_model, tmp_path):

@@ -40,7 +40,7 @@ MODEL = "tiny"
 @pytest.fixture(scope="module")
 def faulty(start_server, tiny_model):
     """The server that all tests of this file use, and that the last one ends."""
-    options = ("--max-total-tokens", "40000", "--served-model-name", MODEL, "--drain-seconds", "60")
+    options = ("--max-total-tokens", "100000", "--served-model-name", MODEL, "--drain-seconds", "60")
     return start_server(tiny_model, "--dtype", "float32", *options)
 
 
@@ -91,7 +91,8 @@ def raw(path, body: bytes, headers="Content-Type: application/json") -> bytes:
 
 
 VANISHING = 200
-LONG = 180
+LONG = 480
+"""Tokens of an answer, none of which may end before the last client has had an event; the pool holds them all."""
 
 
 def test_200_clients_that_vanish_in_mid_stream(faulty):
