@@ -311,10 +311,10 @@ GPU_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SCHEDULER,
         "managers.scheduler:Scheduler._get_new_batch_prefill_raw",
-        "read",
-        "lets nobody in where batch_is_full says so",
+        "override",
+        "lets nobody in where batch_is_full says so; who was taken out for nobody comes back",
         "prefill_delayer_single_pass running_batch",
-        reads_attributes("batch_is_full"),
+        reads_attributes("batch_is_full preempt_list can_run_list"),
     ),
     relies_on(
         SCHEDULER,

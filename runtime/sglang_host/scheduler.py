@@ -109,6 +109,19 @@ class FathomScheduler(Scheduler):
             running_batch.batch_is_full = False
         return super().get_next_batch_to_run(running_batch, last_batch)
 
+    def _get_new_batch_prefill_raw(self, *args: Any, running_batch: Any, **kwargs: Any) -> Any:
+        before = list(running_batch.reqs)
+        batch, running_batch = super()._get_new_batch_prefill_raw(
+            *args, running_batch=running_batch, **kwargs
+        )
+        if batch is None:
+            # SGLang takes a request out for a more urgent one before it knows whether that fits, and where it does
+            # not, nobody has it any more.
+            for req in before:
+                if req not in running_batch.reqs and not req.finished():
+                    self._add_request_to_queue(req)
+        return batch, running_batch
+
     def _take_early(self, running: list[Req]) -> None:
         """Where steps overlap: process the last result before the next batch is composed, if that follows from it.
 

@@ -224,6 +224,7 @@ def test_a_server_that_stands_still_or_ends_is_a_failure(silent, code, words):
     (path,) = silent.report.failures
     told = json.loads(path.read_text())
     assert words in told["why"] and told["log"] == "what the server said last" and len(told["wave"]) == 1
+    assert told["unanswered"] == [0]
 
 
 @pytest.mark.parametrize("fails", [False, True])

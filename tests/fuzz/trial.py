@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ HARMLESS = "resource_tracker"
 
 
 class Down(Exception):
-    """The server has ended, or stands still."""
+    """The server has ended, or stands still; ``unanswered``: places in the wave of those that wait."""
+
+    def __init__(self, why: str, unanswered: Iterable[int] = ()) -> None:
+        super().__init__(why)
+        self.unanswered = list(unanswered)
 
 
 def start(
@@ -90,8 +94,8 @@ class Trial:
         try:
             futures = self._send(requests)
         except Down as down:
-            unanswered = [vars(request) for request in requests]
-            self.report.failed(self.world, str(down), wave=unanswered, engine=self._engine(), log=self._log())
+            told = {"wave": [vars(request) for request in requests], "unanswered": down.unanswered}
+            self.report.failed(self.world, str(down), **told, engine=self._engine(), log=self._log())
             self._kill()
             return False
         self.replies = []
@@ -115,15 +119,16 @@ class Trial:
         begun = moved = time.monotonic()
         seen: Any = None
         while waiting := wait(futures, LOOK_SECONDS).not_done:
+            places = [place for place, future in enumerate(futures) if future in waiting]
             if (code := self.server.process.poll()) is not None:
-                raise Down(f"the server ended with {code}, {len(waiting)} requests unanswered")
+                raise Down(f"the server ended with {code}, {len(waiting)} requests unanswered", places)
             now, progress = time.monotonic(), (len(waiting), self._steps())
             if progress != seen:
                 seen, moved = progress, now
             if now - moved > STILL_SECONDS:
-                raise Down(f"no step in {STILL_SECONDS:g} s, {len(waiting)} requests unanswered")
+                raise Down(f"no step in {STILL_SECONDS:g} s, {len(waiting)} requests unanswered", places)
             if now - begun > WAVE_SECONDS:
-                raise Down(f"{len(waiting)} requests unanswered after {WAVE_SECONDS:g} s")
+                raise Down(f"{len(waiting)} requests unanswered after {WAVE_SECONDS:g} s", places)
         if any(isinstance(future.exception(), httpx.HTTPError) for future in futures):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 raise Down(f"the server ended with {self.server.process.wait(END_SECONDS)}")
