@@ -40,7 +40,7 @@ def install(
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
-    from fathom.runtime.sglang_host import adapter_files, seeds
+    from fathom.runtime.sglang_host import adapter_files, penalties, seeds
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
@@ -52,6 +52,7 @@ def install(
     ours = isinstance(current_platform, DepthPagePlatform)
     seeds.install(ours)
     adapter_files.install()
+    penalties.install()
     if ours:
         from sglang.srt.mem_cache import registry
 

@@ -278,6 +278,22 @@ LEDGER: tuple[Seam, ...] = (
         "other",
         lambda f: "sampling_seed" in str(f.__code__.co_consts),
     ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"sampling.penaltylib:Batched{name}Penalizer._prepare",
+            "replace",
+            "what a request said before it was taken out counts",
+            "",
+            reads_attributes(attributes),
+        )
+        for name, attributes in (
+            ("Frequency", "frequency_penalties cumulated_frequency_penalties"),
+            ("Presence", "presence_penalties cumulated_presence_penalties"),
+            ("Repetition", "repetition_penalties cumulated_repetition_penalties"),
+            ("MinNewTokens", "len_output_tokens"),
+        )
+    ),
     relies_on(
         SCHEDULER,
         "layers.sampler:register_sampler_backend",

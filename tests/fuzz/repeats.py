@@ -60,8 +60,6 @@ class Repeats:
     def check(self, asked: Asked, answer: Answer) -> None:
         """Compare with the answer before, and what was drawn with the oracle's logits."""
         request, sampling = asked.request, asked.request.sampling
-        if answer["meta_info"].get("num_retractions", 0) and any("penalty" in name for name in sampling):
-            return  # what a penalty counts begins anew
         before = self._seen.setdefault(asked.key, answer)
         if before is not answer and self._same(asked, answer, before):
             self.counts["repeats compared"] += 1

@@ -1,0 +1,111 @@
+"""Penalties and minimal lengths count all that a request has said, also before it was taken out of the batch."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from greedy import body_of
+from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+from transformers import AutoModelForCausalLM
+
+from fathom.runtime.sglang_host import penalties
+
+VOCABULARY = 50
+NEW_TOKENS = 40
+PROMPTS = 4
+BEFORE = 4
+"""Events of a stream before the request is taken out."""
+STOPS = list(range(2, 1000))
+SAMPLING = (
+    {"frequency_penalty": 0.6},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"min_new_tokens": 12, "stop_token_ids": STOPS, "ignore_eos": False},
+)
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model):
+    return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "4000")
+
+
+@torch.no_grad()
+def expected(model, prompt, sampling):
+    """Greedy tokens, each penalty written out."""
+    said = []
+    while len(said) < NEW_TOKENS:
+        logits = model(torch.tensor([prompt + said])).logits[0, -1]
+        counts = torch.bincount(torch.tensor(said, dtype=torch.long), minlength=len(logits))
+        logits -= sampling.get("frequency_penalty", 0) * counts
+        logits -= sampling.get("presence_penalty", 0) * (counts > 0)
+        factor = sampling.get("repetition_penalty", 1)
+        logits = torch.where(counts > 0, torch.where(logits > 0, logits / factor, logits * factor), logits)
+        if len(said) < sampling.get("min_new_tokens", 0):
+            logits[STOPS] = -torch.inf
+        said.append(int(logits.argmax()))
+        if not sampling.get("ignore_eos", True) and said[-1] in STOPS:
+            break
+    return said
+
+
+def answer_of(server, body):
+    """The answer of a request that is taken out of the batch after some tokens, and let in again."""
+    with server.client.stream("POST", "/generate", json=body | {"stream": True}) as stream:
+        events = (line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {"))
+        for _ in range(BEFORE):
+            next(events)
+        for route, told in (("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})):
+            assert server.client.post(route, json=told).status_code == 200
+        return json.loads(list(events)[-1])
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=lambda sampling: next(iter(sampling)))
+def test_a_request_that_is_taken_out_gets_the_same_answer(server, tiny_model, sampling):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    prompts = torch.randint(6, 2000, (PROMPTS, 20), generator=torch.Generator().manual_seed(4)).tolist()
+    bodies = [body_of(prompt, None, NEW_TOKENS, **sampling) | {"return_logprob": False} for prompt in prompts]
+    answers = [answer_of(server, body) for body in bodies]
+    said = [answer["output_ids"] for answer in answers]
+    assert said == [expected(model, prompt, sampling) for prompt in prompts]
+    assert said != [expected(model, prompt, {}) for prompt in prompts]
+    assert all(answer["meta_info"]["num_retractions"] == 1 for answer in answers)
+
+
+class Batch:
+    device = "cpu"
+
+    def __init__(self, reqs):
+        self.reqs = reqs
+
+
+def request(said, **sampling):
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    params = SimpleNamespace(**neutral | {"min_new_tokens": 0, "stop_token_ids": {3, 4}} | sampling)
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+    return SimpleNamespace(sampling_params=params, output_ids=said, eos_token_ids=None, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("penalizer", penalties.COUNTS, ids=lambda kind: kind.__name__)
+def test_what_was_said_counts_as_if_it_had_been_counted_one_by_one(penalizer, monkeypatch):
+    monkeypatch.setattr(penalizer, "_prepare", penalties.prepare)
+    several = [
+        {"frequency_penalty": 0.5, "presence_penalty": -0.25, "repetition_penalty": 1.5, "min_new_tokens": 7},
+        {"frequency_penalty": -0.5, "repetition_penalty": 0.5, "min_new_tokens": 2},
+        {"presence_penalty": 1.0, "min_new_tokens": 1},
+    ]
+    said = [[7, 9, 7, 3, 7], [11], []]
+    batch = Batch([request(tokens, **sampling) for tokens, sampling in zip(said, several, strict=True)])
+    together = BatchedPenalizerOrchestrator(VOCABULARY, batch, {penalizer})
+    got = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits = got.clone()
+    together.apply(got)
+    for row, (tokens, sampling) in enumerate(zip(said, several, strict=True)):
+        alone = Batch([request([], **sampling)])
+        one_by_one = BatchedPenalizerOrchestrator(VOCABULARY, alone, {penalizer})
+        for token in tokens:
+            one_by_one.cumulate_output_tokens(torch.tensor([token]))
+        want = logits[row : row + 1].clone()
+        one_by_one.apply(want)
+        assert torch.equal(got[row], want[0])
+    assert not torch.equal(got, logits)
