@@ -108,7 +108,7 @@ def config_init(self: LoRAConfig, *args: Any, **kwargs: Any) -> None:
 
 
 def process_weight(self: LoRAAdapter, name: str, loaded_weight: torch.Tensor) -> None:
-    """SGLang's, of factors for layers that the model has."""
+    """SGLang's, of factors for layers that the model has, and of ends that ``target_modules`` names."""
     if FACTOR.fullmatch(name) is None:
         if BASE in name:
             return
@@ -116,7 +116,10 @@ def process_weight(self: LoRAAdapter, name: str, loaded_weight: torch.Tensor) ->
     layer = get_layer_id(name)
     if layer is not None and layer >= len(self.layers):
         raise ValueError(f"the adapter has {name}, the model has {len(self.layers)} layers")
+    of_ends = len(self.embedding_layers)
     _process_weight(self, name, loaded_weight)
+    if layer is None and len(self.embedding_layers) == of_ends:
+        raise ValueError(f"the adapter has {name}, its target_modules are {self.config.target_modules!r}")
 
 
 def normalize_weights(self: LoRAAdapter) -> None:

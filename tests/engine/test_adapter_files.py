@@ -137,6 +137,16 @@ def moved(layer, last):
     return changed_weights(change)
 
 
+def renamed(owner):
+    """A matrix's two factors, outside of the layers."""
+
+    def change(weights):
+        for name, factor in ((DOWN, "A"), (UP, "B")):
+            weights[f"base_model.model.{owner}.lora_{factor}.weight"] = weights.pop(name)
+
+    return changed_weights(change)
+
+
 def resized(name, *shape):
     return changed_weights(lambda weights: weights.update({name: torch.zeros(shape)}))
 
@@ -156,6 +166,8 @@ REFUSED = {
     "more rank than told": (changed_config(r=2), "rank 2"),
     "more rank than there is room for": (changed_config(rank_pattern={"q_proj": 9}), "rank 9"),
     "not said to be changed": (changed_config(target_modules=["v_proj", "down_proj"]), "down_proj"),
+    "an end not said to be changed": (renamed("lm_head"), "lm_head.lora_A.weight, its target_modules"),
+    "what is no end and no layer": (renamed("score"), "score.lora_A.weight"),
     "a layer too many": (moved(77, "q_proj"), "layers.77"),
     "a module that there is not": (moved(1, "fc"), "self_attn.fc"),
     "a bias": (rename(UP, NAME.format(1, "q_proj.bias")), "q_proj.bias, which is no factor"),
