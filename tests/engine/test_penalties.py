@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo
 from greedy import body_of
 from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from transformers import AutoModelForCausalLM
@@ -86,6 +87,7 @@ def request(said, **sampling):
     return SimpleNamespace(sampling_params=params, output_ids=said, eos_token_ids=None, tokenizer=tokenizer)
 
 
+@torch._dynamo.config.patch(disable=True)
 @pytest.mark.parametrize("penalizer", penalties.COUNTS, ids=lambda kind: kind.__name__)
 def test_what_was_said_counts_as_if_it_had_been_counted_one_by_one(penalizer, monkeypatch):
     monkeypatch.setattr(penalizer, "_prepare", penalties.prepare)

@@ -110,12 +110,12 @@ def test_a_huge_seed_is_no_crash(server):
     assert len(sample(server, 2**62 + 11)) == 16
 
 
-def test_a_seeded_draw_compiles_nothing(installed, monkeypatch):
+@torch._dynamo.config.patch(disable=False)
+def test_a_seeded_draw_compiles_nothing(installed):
     """On a GPU, too, where PyTorch's compiler is on: nobody waits for it when the first seeded requests come."""
     probs = torch.softmax(torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), -1)
     most, all_of_it, nothing = torch.full((3,), 50), torch.ones(3), torch.zeros(3)
     seed, position = torch.tensor([7, 2**62, 7]), torch.tensor([4, 5, 4])
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     torch._dynamo.utils.counters.clear()
 
     def draw(rows):
