@@ -4,7 +4,8 @@ SGLang counts a request's tokens from the last time that it was let in: after a 
 has its minimal length once more before it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,6 @@ from sglang.srt.sampling.penaltylib import (
 )
 
 from fathom.runtime.staging import send
-
-Said = tuple[int, torch.Tensor]
-"""A request's row in the batch, and its tokens: [tokens] int64."""
 
 
 def frequency(penalizer: Any, row: int, said: torch.Tensor) -> None:
@@ -38,13 +36,26 @@ def least(penalizer: Any, row: int, said: torch.Tensor) -> None:
     penalizer.len_output_tokens[row] = len(said)
 
 
-COUNTS: Mapping[type[Any], Callable[[Any, int, torch.Tensor], None]] = {
-    BatchedFrequencyPenalizer: frequency,
-    BatchedPresencePenalizer: presence,
-    BatchedRepetitionPenalizer: repetition,
-    BatchedMinNewTokensPenalizer: least,
+@dataclass(frozen=True)
+class Count:
+    """What a penalizer knows of the tokens that a request has put out, noted at once.
+
+    Attributes:
+        parameter: of requests that ask for it; neutral: its value where they do not.
+    """
+
+    parameter: str
+    neutral: float
+    note: Callable[[Any, int, torch.Tensor], None]
+
+
+COUNTS: Mapping[type[Any], Count] = {
+    BatchedFrequencyPenalizer: Count("frequency_penalty", 0, frequency),
+    BatchedPresencePenalizer: Count("presence_penalty", 0, presence),
+    BatchedRepetitionPenalizer: Count("repetition_penalty", 1, repetition),
+    BatchedMinNewTokensPenalizer: Count("min_new_tokens", 0, least),
 }
-"""What each of SGLang's penalizers knows of the tokens that a request has put out, noted at once."""
+"""By SGLang's penalizer."""
 
 _PREPARE = {penalizer: penalizer._prepare for penalizer in COUNTS}
 
@@ -52,14 +63,11 @@ _PREPARE = {penalizer: penalizer._prepare for penalizer in COUNTS}
 def prepare(self: Any) -> None:
     """SGLang's ``_prepare``, and then what was said before."""
     _PREPARE[type(self)](self)
-    for row, said in _said(self.orchestrator.reqs(), self.orchestrator.device):
-        COUNTS[type(self)](self, row, said)
-
-
-def _said(requests: Any, device: Any) -> Iterator[Said]:
-    for row, request in enumerate(requests):
-        if request.output_ids:
-            yield row, send(torch.tensor(list(request.output_ids)), device)
+    count = COUNTS[type(self)]
+    for row, request in enumerate(self.orchestrator.reqs()):
+        if request.output_ids and getattr(request.sampling_params, count.parameter) != count.neutral:
+            said = send(torch.tensor(list(request.output_ids)), self.orchestrator.device)
+            count.note(self, row, said)
 
 
 def install() -> None:

@@ -114,11 +114,12 @@ class FathomScheduler(Scheduler):
         batch, running_batch = super()._get_new_batch_prefill_raw(
             *args, running_batch=running_batch, **kwargs
         )
-        if batch is None:
+        if batch is None and len(running_batch.reqs) < len(before):
             # SGLang takes a request out for a more urgent one before it knows whether that fits, and where it does
             # not, nobody has it any more.
+            stay = set(running_batch.reqs)
             for req in before:
-                if req not in running_batch.reqs and not req.finished():
+                if req not in stay and not req.finished():
                     self._add_request_to_queue(req)
         return batch, running_batch
 
