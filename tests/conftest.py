@@ -37,6 +37,7 @@ settings.load_profile("repeatable")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
 START_SECONDS = 300
+OVERLAPPING = REPOSITORY / "tests" / "engine" / "overlapping.py"
 THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 """Of each server: workers that share a machine leave each other a core."""
 
@@ -206,8 +207,13 @@ def starter(folder: Path):
             thread.join()
 
 
-def serve(run, template, model, *flags, env=None, stock=False) -> Server:
-    """Start a server of a model, stock SGLang's if asked.
+def command_of(script: Path | None) -> list[str]:
+    """``fathom``, or a script in its place, without arguments."""
+    return [sys.executable, *([str(script)] if script else ["-m", "fathom.server.cli"])]
+
+
+def serve(run, template, model, *flags, env=None, script=None, stock=False) -> Server:
+    """Start a server of a model, by a script of the engine's tests or stock SGLang's if asked.
 
     A new process where imports may read the environment, or ask a driver that does not survive a fork.
     """
@@ -218,8 +224,8 @@ def serve(run, template, model, *flags, env=None, stock=False) -> Server:
         return run([*sglang, *cpu, *quiet, *flags], env)
     arguments = ["serve", str(model), *flags]
     if env or torch.cuda.is_available():
-        return run([sys.executable, "-m", "fathom.server.cli", *arguments], env)
-    return run(arguments, start=template.start)
+        return run([*command_of(script), *arguments], env)
+    return run(arguments, start=functools.partial(template.start, script=script))
 
 
 @pytest.fixture(scope="session")
@@ -240,7 +246,7 @@ def start_process(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start_server(start_process, template):
-    """Start a server of a model: ``start_server(model, "--flag", ..., env=None, stock=False)``."""
+    """Start a server of a model: ``start_server(model, "--flag", ..., env=None, script=None, stock=False)``."""
     return functools.partial(serve, start_process, template)
 
 

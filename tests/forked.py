@@ -1,6 +1,7 @@
 """``fathom serve`` in forks of a process that has imported what it imports: most of the work of a start.
 
-Run as a script, with a socket's address, it is that process. Beside it others are started as an operator does.
+Run as a script, with a socket's address and what to import first, it is that process. Beside it others are started
+as an operator does.
 """
 
 import contextlib
@@ -25,8 +26,10 @@ IMPORTED = (
     "fathom.server.app",
     "fathom.server.serve",
 )
+COMMAND = "fathom.server.cli"
 LOOK = 0.05
 """Seconds after which an exit is noticed."""
+TESTS = Path(__file__).parent
 WIDTH = 16
 """Bytes in which a process's id is told, and later how it ended."""
 
@@ -60,16 +63,25 @@ class Forked:
 
 
 class Template:
-    """The process that is forked, started with the first server."""
+    """The process that is forked, started with the first server.
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+    Args:
+        folder: for its socket and its log.
+        first: modules that are imported before what a server imports.
+    """
+
+    def __init__(self, folder: Path, env: dict[str, str], *first: str) -> None:
         self.address = str(folder / "socket")
         with (folder / "log").open("w") as log:
-            command = [sys.executable, __file__, self.address]
+            command = [sys.executable, __file__, self.address, *first]
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
-    def start(self, argv: list[str], log: Path, env: dict[str, str]) -> Forked:
-        """``fathom`` with these arguments, as a process with a session of its own that writes to the log."""
+    def start(self, argv: list[str], log: Path, env: dict[str, str], script: Path | None = None) -> Forked:
+        """``fathom`` with these arguments, as a process with a session of its own that writes to the log.
+
+        Args:
+            script: of the engine's tests, whose ``main`` is called in place of the command's.
+        """
         told = socket.socket(socket.AF_UNIX)
         while True:
             try:
@@ -78,7 +90,9 @@ class Template:
             except (FileNotFoundError, ConnectionRefusedError):
                 assert self.process.poll() is None, Path(self.address).with_name("log").read_text()
                 select.select([], [], [], LOOK)
-        told.sendall(json.dumps({"argv": argv, "log": str(log), "env": env}).encode() + b"\n")
+        asked = {"argv": argv, "log": str(log), "env": env}
+        asked |= {"module": script.stem if script else COMMAND}
+        told.sendall(json.dumps(asked).encode() + b"\n")
         return Forked(told)
 
     def __enter__(self) -> "Template":
@@ -89,9 +103,12 @@ class Template:
         self.process.wait(20)
 
 
-def import_all() -> None:
+def import_all(first: tuple[str, ...]) -> None:
     """As the command does it, in its order: torchvision's operators before SGLang."""
     sys.path[0] = os.getcwd()
+    sys.path += [str(TESTS / "engine"), str(TESTS)]
+    for name in first:
+        importlib.import_module(name)
     from fathom.runtime.sglang_host import torchvision_ops
     from fathom.server import quiet
 
@@ -121,9 +138,7 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
     os.environ.update(request["env"].items() - os.environ.items())
     sys.argv = ["fathom", *request["argv"]]
     try:
-        from fathom.server.cli import main
-
-        code = main(request["argv"])
+        code = importlib.import_module(request["module"]).main(request["argv"])
     except SystemExit as ended:
         code = ended.code
         if isinstance(code, str):
@@ -136,10 +151,10 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
     os._exit(code or 0)
 
 
-def serve(address: str) -> None:
+def serve(address: str, *first: str) -> None:
     """Fork servers until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all that it has started
-    import_all()
+    import_all(first)
     gc.collect()
     gc.freeze()
     running = {}
@@ -163,4 +178,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

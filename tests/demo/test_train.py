@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -32,12 +33,21 @@ def run(main, out, stages, *extra):
     return torch.load(out / "checkpoint.pt", weights_only=False)
 
 
+def log_of(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
 def test_loss_falls_and_resume_is_exact(tmp_path):
-    whole = run(train.main, tmp_path / "whole", "96x2:100", "draft", "--decay", "0")
-    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    stages = "96x2:80,96x2:20"
+    whole = run(train.main, tmp_path / "whole", stages, "draft")
+    log = log_of(tmp_path / "whole")
     assert log[1]["loss"] < log[0]["loss"] - 1
-    run(train.main, tmp_path / "parts", "96x2:40", "draft", "--decay", "0")
-    parts = run(train.main, tmp_path / "parts", "96x2:100", "draft", "--decay", "0")
+    interrupted = tmp_path / "parts" / "checkpoint.pt"
+    interrupted.parent.mkdir()
+    shutil.copy(tmp_path / "whole" / "stage0.pt", interrupted)
+    assert torch.load(interrupted, weights_only=False)["step"] == 80
+    parts = run(train.main, interrupted.parent, stages, "draft")
+    assert [line["step"] for line in log_of(interrupted.parent)] == [100]
     assert parts["step"] == whole["step"] == 100
     for name, value in whole["model"].items():
         assert torch.equal(value, parts["model"][name]), name

@@ -1,11 +1,14 @@
 """Servers and drafts that several tests of this folder share: a server takes seconds to start."""
 
+import os
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import THREADS
+from forked import Template
 from noisy import draft_flags, noisy_copy
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -18,6 +21,7 @@ FLAGS = ("--dtype", "float32")
 ROOMY_TOKENS = 4 * (4096 + 120 + 16) + 16
 """Just above what four dense requests of 4,096 tokens need, 120 generated ones and a page each included."""
 PRESSED_TOKENS = 4000
+INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -92,13 +96,21 @@ def oracle(tiny_model, close_draft, triggers):
     return Oracle(tiny_model, close_draft, triggers)
 
 
+@pytest.fixture(scope="session")
+def nominal_template(tmp_path_factory):
+    """What servers on a GPU in name only are forks of."""
+    env = {**os.environ, "OMP_NUM_THREADS": THREADS} | INTERPRETED
+    with Template(tmp_path_factory.mktemp("template"), env, "nominal_gpu") as template:
+        yield template
+
+
 @pytest.fixture(scope="module")
-def start_nominal(start_process):
+def start_nominal(start_process, nominal_template):
     """A function: target and draft, flags -> its server on a GPU in name only, Triton's kernels interpreted."""
 
     def start(target, draft, *flags, script="nominal_gpu.py"):
-        path = Path(__file__).with_name(script)
-        command = [sys.executable, str(path), "serve", str(target), *flags, *draft_flags(draft)]
-        return start_process(command, {"TRITON_INTERPRET": "1"})
+        fork = partial(nominal_template.start, script=Path(__file__).with_name(script))
+        command = ["serve", str(target), *flags, *draft_flags(draft)]
+        return start_process(command, INTERPRETED, fork)
 
     return start

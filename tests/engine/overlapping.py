@@ -3,8 +3,13 @@
 import sys
 
 from fathom.runtime.sglang_host import engine_args
-from fathom.server.cli import main
+from fathom.server import cli
+
+
+def main(argv):
+    del engine_args.CPU_FLAGS["--disable-overlap-schedule"]
+    return cli.main(argv)
+
 
 if __name__ == "__main__":
-    del engine_args.CPU_FLAGS["--disable-overlap-schedule"]
     sys.exit(main(sys.argv[1:]))

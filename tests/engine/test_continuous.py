@@ -1,12 +1,11 @@
 """Several decode steps between two looks of SGLang's scheduler: the same answers and accounts as one at a time."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import interpreted
 import pytest
+from conftest import OVERLAPPING
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS
 from noisy import draft_flags
@@ -37,16 +36,15 @@ SAME = (
 
 
 @pytest.fixture(scope="module", params=["in order", "overlapping"])
-def servers(request, start_process, ending_pair):
+def servers(request, start_server, ending_pair):
     """One that goes on for up to five steps, and one that does not."""
     target, draft = ending_pair
     overlaps = request.param == "overlapping"
-    script = [str(Path(__file__).with_name("overlapping.py"))] if overlaps else ["-m", "fathom.server.cli"]
+    script = OVERLAPPING if overlaps else None
     gap = ("--sfi-minimum-gap", "3", "--page-size", "4") if overlaps else ()
 
     def start(*flags):
-        command = [sys.executable, *script, "serve", str(target), *FLAGS, *gap, *flags]
-        return start_process([*command, *draft_flags(draft)])
+        return start_server(target, *FLAGS, *gap, *flags, *draft_flags(draft), script=script)
 
     return start("--num-continuous-decode-steps", "5"), start()
 

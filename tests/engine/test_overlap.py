@@ -5,13 +5,12 @@ the token that they read ends a sentence."""
 import contextlib
 import json
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import interpreted
 import pytest
+from conftest import OVERLAPPING
 from greedy import TOLERANCE, ask
 from interpreted import MECHANISMS
 from noisy import draft_flags
@@ -43,16 +42,13 @@ ALTERNATED = ("fast_steps", "trigger_refreshes", "timeout_refreshes")
 
 
 @pytest.fixture(scope="module")
-def start(start_process, ending_pair):
+def start(start_server, ending_pair):
     """Start a server with a draft: a function of whether steps overlap, flags and environment."""
     target, draft = ending_pair
 
-    def run(overlaps, *flags, env=None):
-        script = (
-            [str(Path(__file__).with_name("overlapping.py"))] if overlaps else ["-m", "fathom.server.cli"]
-        )
-        command = [sys.executable, *script, "serve", str(target), *FLAGS, *flags, *draft_flags(draft)]
-        return start_process(command, env)
+    def run(overlaps, *flags, **more):
+        script = OVERLAPPING if overlaps else None
+        return start_server(target, *FLAGS, *flags, *draft_flags(draft), script=script, **more)
 
     return run
 

@@ -4,11 +4,10 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import conftest
@@ -22,7 +21,6 @@ from fuzz.requests import REPEATABLE, Drawer, Request
 from fuzz.worlds import World
 from waiting import wait_until
 
-OVERLAPPING = Path(__file__).parents[1] / "engine" / "overlapping.py"
 WAVES = 4
 LOOK_SECONDS = 5.0
 STILL_SECONDS = 90.0
@@ -59,10 +57,10 @@ def start(
     if world.devices > 1:
         command += ["--tp-size", str(world.devices)]
     env = {"OMP_NUM_THREADS": "1", **world.env}
-    if not world.overlap and not world.env:
-        return run(command, env, start=template.start)
-    script = [str(OVERLAPPING)] if world.overlap else ["-m", "fathom.server.cli"]
-    return run([sys.executable, *script, *command], env)
+    script = conftest.OVERLAPPING if world.overlap else None
+    if not world.env:
+        return run(command, env, start=partial(template.start, script=script))
+    return run([*conftest.command_of(script), *command], env)
 
 
 class Trial:
