@@ -380,7 +380,8 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                             add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
                             lines = next_head(lines, value_head)
                 for x in range(total_rows):
-                    partial[i, x] = acc[x]
+                    for d in range(value_dim):
+                        partial[i, x, d] = acc[x, d]
                     partial_max[i, x] = top[x]
                     partial_sum[i, x] = total[x]
 
