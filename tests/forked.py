@@ -26,7 +26,6 @@ IMPORTED = (
     "fathom.server.app",
     "fathom.server.serve",
 )
-COMMAND = "fathom.server.cli"
 LOOK = 0.05
 """Seconds after which an exit is noticed."""
 TESTS = Path(__file__).parent
@@ -90,8 +89,8 @@ class Template:
             except (FileNotFoundError, ConnectionRefusedError):
                 assert self.process.poll() is None, Path(self.address).with_name("log").read_text()
                 select.select([], [], [], LOOK)
-        asked = {"argv": argv, "log": str(log), "env": env}
-        asked |= {"module": script.stem if script else COMMAND}
+        module = script.stem if script else "fathom.server.cli"
+        asked = {"argv": argv, "log": str(log), "env": env, "module": module}
         told.sendall(json.dumps(asked).encode() + b"\n")
         return Forked(told)
 

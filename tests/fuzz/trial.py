@@ -48,7 +48,7 @@ class Down(Exception):
 def start(
     run: Callable[..., conftest.Server], template: Template, world: World, reference: Reference
 ) -> conftest.Server:
-    """The server of a world: a fork of the template where neither environment nor script is its own.
+    """The server of a world: a fork of the template where its environment is not its own.
 
     Args:
         run: as of ``conftest.starter``.
