@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
-from numba import njit, prange
+from numba import njit
 
 from fathom.kernels.numba_cpu import LINE_BYTES, as_lines, match_torch_threads, prefetch
+from fathom.kernels.work_sharing_cpu import all_threads, on_threads, share_of
+
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True}
 
 ENTRIES = 32
 """Entries that one task copies, with all their heads: what is written lies together."""
@@ -42,10 +45,17 @@ def warm_up(dtype: torch.dtype) -> None:
     compact_kv_cpu(*pair, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
 
 
-@njit(parallel=True, error_model="numpy", cache=True)
+@njit(**_OPTIONS)
 def _copy(lines, slot, head, source, destination, line):
+    threads = all_threads()
+    on_threads(_copy_some, threads, threads, lines, slot, head, source, destination, line)
+
+
+@njit(**_OPTIONS)
+def _copy_some(thread, threads, lines, slot, head, source, destination, line):
     kv_heads, kept = source.shape
-    for task in prange(-(-kept // ENTRIES)):
+    begin, end = share_of(-(-kept // ENTRIES), thread, threads)
+    for task in range(begin, end):
         for i in range(task * ENTRIES, min(task * ENTRIES + ENTRIES, kept)):
             ahead = min(i + AHEAD, kept - 1)
             for h in range(kv_heads):

@@ -121,6 +121,11 @@ def as_lines(tensor: torch.Tensor) -> tuple[np.ndarray, int, int]:
     return as_array(tensor.as_strided((lines, dim), (dim, 1))), slot, head
 
 
+def literal_values(sizes: types.BaseTuple) -> list[int]:
+    """The numbers of a tuple of constants, of whose type an overload is told."""
+    return [size.literal_value for size in sizes.types]
+
+
 def match_torch_threads() -> None:
     """Let Numba's parallel loops of this thread use as many threads as PyTorch's."""
     threads = torch.get_num_threads()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit, types
+from numba.extending import overload
 
 from fathom.kernels.bfloat16_cpu import LANES, has_bfloat16_products
 from fathom.kernels.extend_attention import extend_attention_reference
@@ -30,13 +31,15 @@ from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     DTYPES,
+    INNER,
     LINE_BYTES,
     as_array,
+    literal_values,
     match_torch_threads,
     prefetch,
 )
 from fathom.kernels.softmax_cpu import fold_block
-from fathom.kernels.work_sharing_cpu import take
+from fathom.kernels.work_sharing_cpu import on_threads, take
 
 if TYPE_CHECKING:
     from fathom.kernels.two_segment_attention import Evidence
@@ -287,107 +290,140 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
     if dtype not in DTYPES:
         raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
-    block = KEYS_PER_BLOCK
-    cache_line, floats_per_line = LINE_BYTES // dtype.itemsize, LINE_BYTES // 4
-    operand = np.uint16 if products else np.float32
-    places = places_of_sums(value_dim, products)
 
-    # One function: a closure over another compiled function would never be found in the cache on disk.
-    @njit(parallel=True, **APPROXIMATE)
+    # It closes over numbers, not over compiled functions: one that does is never found in the cache on disk.
+    @njit(**APPROXIMATE)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        row, request, head, heads, start, stop, first, end, evidence_row, queries, shares, _, _, reach = tasks
+        shares = tasks[10]
+        taken, threads = shares[:-1].copy(), len(shares) - 1
+        given = (query, pool, compact, table, tasks, evidence, partials, scale)
+        on_threads(_attend, threads, taken, given, (group, head_dim, value_dim))
+        on_threads(_mix, threads, threads, query, tasks, partials, results, (group, value_dim))
+
+    return kernel
+
+
+def _attend(thread, taken, given, sizes):
+    """The thread's tasks: what the keys of each give of its queries' output."""
+
+
+@overload(_attend, jit_options=INNER, prefer_literal=True)
+def _attend_to_keys(thread, taken, given, sizes):
+    group, head_dim, value_dim = literal_values(sizes)
+    of_query, (of_keys, *_) = given[0], given[1]
+    operand = np.uint16 if of_query.dtype == types.uint16 else np.float32
+    cache_line, floats_per_line = LINE_BYTES * 8 // of_keys.dtype.bitwidth, LINE_BYTES // 4
+    block = KEYS_PER_BLOCK
+
+    def attend(thread, taken, given, sizes):
+        query, pool, compact, table, tasks, evidence, partials, scale = given
+        row, request, head, heads, start, stop, _, end, evidence_row, queries, shares, _, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
-        taken = shares[:-1].copy()
-        for thread in prange(len(taken)):
-            while True:
-                i = take(taken, shares, thread)
-                if i < 0:
-                    break
-                b, h0, many = request[i], head[i], heads[i]
-                at, window = queries[b], queries[b + 1] - queries[b]
-                rows = group * window
-                total_rows = many * rows
-                q = np.empty((total_rows, head_dim), operand)
-                for x in range(total_rows):
-                    given = query[at + x % window, h0 * group + x // window]
-                    for d in range(head_dim):
-                        q[x, d] = given[d]
-                scores = np.empty((total_rows, block), np.float32)
-                weights = np.empty((total_rows, block), operand)
-                squares = np.empty((many, block), np.float32)
-                acc = np.zeros((total_rows, value_dim), np.float32)
-                top = np.full(total_rows, -np.inf, np.float32)
-                total = np.zeros(total_rows, np.float32)
-                paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
-                keep = paged and evidence_row[b] >= 0 and len(norms) > 0
-                keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
-                key_line, value_line = h0 * key_head, h0 * value_head
-                slots, last = table[line], stop[i] - 1
-                # The next run of the table is likely to be this thread's next task.
-                horizon = end[b] - 1 if paged else last
-                ahead = KEYS_AHEAD if many > 1 else KEYS_AHEAD_OF_ONE_HEAD
-                # Those that the loops below ask for too late: unless the last task did, nobody has.
-                for t in range(start[i], min(start[i] + ahead, stop[i]), 4):
-                    key_lines = four_lines(slots, paged, t, last, key_slot, key_line)
-                    value_lines = four_lines(slots, paged, t, last, value_slot, value_line)
-                    for _ in range(many):
-                        key_lines = ask_for_four(keys, key_lines, key_head, head_dim, cache_line)
-                        value_lines = ask_for_four(values, value_lines, value_head, value_dim, cache_line)
-                for begin in range(start[i], stop[i], block):
-                    n = min(block, stop[i] - begin)
-                    if keep:
-                        # What the next block writes is asked for: a line that is written is read before.
-                        for t in range(begin + block, begin + 2 * block, floats_per_line):
-                            for x in range(total_rows):
-                                prefetch(logits[kept, h0 + x // rows], x % rows, t)
-                            for h in range(many):
-                                prefetch(norms[kept], h0 + h, t)
-                    # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
-                    for t in range(0, n, 4):
-                        lines = four_lines(slots, paged, begin + t, last, key_slot, key_line)
-                        later = four_lines(slots, paged, begin + t + ahead, horizon, key_slot, key_line)
+        while True:
+            i = take(taken, shares, thread)
+            if i < 0:
+                break
+            b, h0, many = request[i], head[i], heads[i]
+            at, window = queries[b], queries[b + 1] - queries[b]
+            rows = group * window
+            total_rows = many * rows
+            q = np.empty((total_rows, head_dim), operand)
+            for x in range(total_rows):
+                own = query[at + x % window, h0 * group + x // window]
+                for d in range(head_dim):
+                    q[x, d] = own[d]
+            scores = np.empty((total_rows, block), np.float32)
+            weights = np.empty((total_rows, block), operand)
+            squares = np.empty((many, block), np.float32)
+            acc = np.zeros((total_rows, value_dim), np.float32)
+            top = np.full(total_rows, -np.inf, np.float32)
+            total = np.zeros(total_rows, np.float32)
+            paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
+            keep = paged and evidence_row[b] >= 0 and len(norms) > 0
+            keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
+            key_line, value_line = h0 * key_head, h0 * value_head
+            slots, last = table[line], stop[i] - 1
+            # The next run of the table is likely to be this thread's next task.
+            horizon = end[b] - 1 if paged else last
+            ahead = KEYS_AHEAD if many > 1 else KEYS_AHEAD_OF_ONE_HEAD
+            # Those that the loops below ask for too late: unless the last task did, nobody has.
+            for t in range(start[i], min(start[i] + ahead, stop[i]), 4):
+                key_lines = four_lines(slots, paged, t, last, key_slot, key_line)
+                value_lines = four_lines(slots, paged, t, last, value_slot, value_line)
+                for _ in range(many):
+                    key_lines = ask_for_four(keys, key_lines, key_head, head_dim, cache_line)
+                    value_lines = ask_for_four(values, value_lines, value_head, value_dim, cache_line)
+            for begin in range(start[i], stop[i], block):
+                n = min(block, stop[i] - begin)
+                if keep:
+                    # What the next block writes is asked for: a line that is written is read before.
+                    for t in range(begin + block, begin + 2 * block, floats_per_line):
+                        for x in range(total_rows):
+                            prefetch(logits[kept, h0 + x // rows], x % rows, t)
                         for h in range(many):
-                            later = ask_for_four(keys, later, key_head, head_dim, cache_line)
-                            dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
-                            if keep:
-                                square_four(q, keys, lines, squares, h, t, head_dim)
-                            lines = next_head(lines, key_head)
-                    if keep:
-                        for h in range(many):
-                            kept_norms, own_squares = norms[kept, h0 + h], squares[h]
-                            for t in range(n):
-                                kept_norms[begin + t] = math.sqrt(own_squares[t])
-                    # Whole blocks from here on: sums are grouped alike however many keys there are.
-                    for x in range(total_rows):
-                        scores[x, n:] = -np.inf
-                        if paged:
-                            visible = end[b] - window + x % window + 1
-                            for t in range(max(visible - begin, 0), n):
-                                scores[x, t] = -np.inf
-                            for t in range(min(visible - 1 - reach - begin, n)):
-                                scores[x, t] = -np.inf
+                            prefetch(norms[kept], h0 + h, t)
+                # Four keys at a time share each load of the query; a last group of fewer repeats its last key.
+                for t in range(0, n, 4):
+                    lines = four_lines(slots, paged, begin + t, last, key_slot, key_line)
+                    later = four_lines(slots, paged, begin + t + ahead, horizon, key_slot, key_line)
+                    for h in range(many):
+                        later = ask_for_four(keys, later, key_head, head_dim, cache_line)
+                        dot_four(q, h * rows, rows, keys, lines, scores, t, scale, head_dim)
                         if keep:
-                            kept_scores, own_scores = logits[kept, h0 + x // rows, x % rows], scores[x]
-                            for t in range(n):
-                                kept_scores[begin + t] = own_scores[t]
-                        fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
-                    for t in range(0, n, 4):
-                        lines = four_lines(slots, paged, begin + t, last, value_slot, value_line)
-                        later = four_lines(slots, paged, begin + t + ahead, horizon, value_slot, value_line)
-                        for h in range(many):
-                            later = ask_for_four(values, later, value_head, value_dim, cache_line)
-                            add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
-                            lines = next_head(lines, value_head)
+                            square_four(q, keys, lines, squares, h, t, head_dim)
+                        lines = next_head(lines, key_head)
+                if keep:
+                    for h in range(many):
+                        kept_norms, own_squares = norms[kept, h0 + h], squares[h]
+                        for t in range(n):
+                            kept_norms[begin + t] = math.sqrt(own_squares[t])
+                # Whole blocks from here on: sums are grouped alike however many keys there are.
                 for x in range(total_rows):
-                    for d in range(value_dim):
-                        partial[i, x, d] = acc[x, d]
-                    partial_max[i, x] = top[x]
-                    partial_sum[i, x] = total[x]
+                    scores[x, n:] = -np.inf
+                    if paged:
+                        visible = end[b] - window + x % window + 1
+                        for t in range(max(visible - begin, 0), n):
+                            scores[x, t] = -np.inf
+                        for t in range(min(visible - 1 - reach - begin, n)):
+                            scores[x, t] = -np.inf
+                    if keep:
+                        kept_scores, own_scores = logits[kept, h0 + x // rows, x % rows], scores[x]
+                        for t in range(n):
+                            kept_scores[begin + t] = own_scores[t]
+                    fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
+                for t in range(0, n, 4):
+                    lines = four_lines(slots, paged, begin + t, last, value_slot, value_line)
+                    later = four_lines(slots, paged, begin + t + ahead, horizon, value_slot, value_line)
+                    for h in range(many):
+                        later = ask_for_four(values, later, value_head, value_dim, cache_line)
+                        add_four(acc, h * rows, rows, weights, t, values, lines, value_dim)
+                        lines = next_head(lines, value_head)
+            for x in range(total_rows):
+                for d in range(value_dim):
+                    partial[i, x, d] = acc[x, d]
+                partial_max[i, x] = top[x]
+                partial_sum[i, x] = total[x]
 
+    return attend
+
+
+def _mix(thread, threads, query, tasks, partials, results, sizes):
+    """The thread's share of outputs: of each, the parts that tasks gave together."""
+
+
+@overload(_mix, jit_options=INNER, prefer_literal=True)
+def _mix_parts(thread, threads, query, tasks, partials, results, sizes):
+    group, value_dim = literal_values(sizes)
+    places = places_of_sums(value_dim, query.dtype == types.uint16)
+
+    def mix(thread, threads, query, tasks, partials, results, sizes):
+        head, heads, first, queries = tasks[2], tasks[3], tasks[6], tasks[9]
+        partial, partial_max, partial_sum = partials
         output, lse = results
         kv_heads = query.shape[1] // group
-        for pair in prange((len(first) - 1) * kv_heads):
+        pairs = (len(first) - 1) * kv_heads
+        for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
             b, h = pair // kv_heads, pair % kv_heads
             window = queries[b + 1] - queries[b]
             rows = group * window
@@ -411,4 +447,4 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
                 for d in range(value_dim):
                     output[at, of, d] = mixed[places[d]] / total_all if total_all > 0 else np.float32(0)
 
-    return kernel
+    return mix

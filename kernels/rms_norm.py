@@ -7,18 +7,18 @@ import math
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LOOPS,
-    SERIAL_ELEMENTS,
     as_array,
     as_rows,
     from_float32,
     match_torch_threads,
     to_float32,
 )
+from fathom.kernels.work_sharing_cpu import on_threads, share_of, threads_for
 
 
 def rms_norm_reference(
@@ -99,27 +99,33 @@ def add_norm_row(x, residual, gain, epsilon, out, total):
         out[i] = from_float32(y * factor * to_float32(gain[i]), out)
 
 
-@njit(parallel=True, **LOOPS)
+@njit(**LOOPS)
 def _norm_rows(x, stride, gain, epsilon, out):
+    threads = threads_for(out.size)
+    on_threads(_norm_some, threads, threads, x, stride, gain, epsilon, out)
+
+
+@njit(**LOOPS)
+def _norm_some(thread, threads, x, stride, gain, epsilon, out):
     rows, width = out.shape
-    if rows * width <= SERIAL_ELEMENTS:
-        for t in range(rows):
-            norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
-    else:
-        for t in prange(rows):
-            norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
+    begin, end = share_of(rows, thread, threads)
+    for t in range(begin, end):
+        norm_row(x[t * stride : t * stride + width], gain, epsilon, out[t])
 
 
-@njit(parallel=True, **LOOPS)
+@njit(**LOOPS)
 def _add_norm_rows(x, stride, residual, residual_stride, gain, epsilon, out, total):
+    threads = threads_for(out.size)
+    on_threads(
+        _add_norm_some, threads, threads, x, stride, residual, residual_stride, gain, epsilon, out, total
+    )
+
+
+@njit(**LOOPS)
+def _add_norm_some(thread, threads, x, stride, residual, residual_stride, gain, epsilon, out, total):
     rows, width = out.shape
-    if rows * width <= SERIAL_ELEMENTS:
-        for t in range(rows):
-            a = x[t * stride : t * stride + width]
-            b = residual[t * residual_stride : t * residual_stride + width]
-            add_norm_row(a, b, gain, epsilon, out[t], total[t])
-    else:
-        for t in prange(rows):
-            a = x[t * stride : t * stride + width]
-            b = residual[t * residual_stride : t * residual_stride + width]
-            add_norm_row(a, b, gain, epsilon, out[t], total[t])
+    begin, end = share_of(rows, thread, threads)
+    for t in range(begin, end):
+        a = x[t * stride : t * stride + width]
+        b = residual[t * residual_stride : t * residual_stride + width]
+        add_norm_row(a, b, gain, epsilon, out[t], total[t])

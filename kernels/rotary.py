@@ -5,18 +5,18 @@
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LOOPS,
-    SERIAL_ELEMENTS,
     as_array,
     as_rows,
     from_float32,
     match_torch_threads,
     to_float32,
 )
+from fathom.kernels.work_sharing_cpu import on_threads, share_of, threads_for
 
 
 def rotary_reference(
@@ -125,18 +125,21 @@ def turn_token(x, cos_sin, head_dim, out):
             out[d] = x[d]
 
 
-@njit(parallel=True, **LOOPS)
+@njit(**LOOPS)
 def _turn_tokens(positions, cos_sin, query, turned_query, key, turned_key, head_dim):
+    threads = threads_for(turned_query.size + turned_key.size)
+    on_threads(
+        _turn_some, threads, threads, positions, cos_sin, query, turned_query, key, turned_key, head_dim
+    )
+
+
+@njit(**LOOPS)
+def _turn_some(thread, threads, positions, cos_sin, query, turned_query, key, turned_key, head_dim):
     q, q_stride = query
     k, k_stride = key
     q_width, k_width = turned_query.shape[1], turned_key.shape[1]
-    if len(positions) * (q_width + k_width) <= SERIAL_ELEMENTS:
-        for t in range(len(positions)):
-            angles = cos_sin[positions[t]]
-            turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
-            turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])
-    else:
-        for t in prange(len(positions)):
-            angles = cos_sin[positions[t]]
-            turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
-            turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])
+    begin, end = share_of(len(positions), thread, threads)
+    for t in range(begin, end):
+        angles = cos_sin[positions[t]]
+        turn_token(q[t * q_stride : t * q_stride + q_width], angles, head_dim, turned_query[t])
+        turn_token(k[t * k_stride : t * k_stride + k_width], angles, head_dim, turned_key[t])

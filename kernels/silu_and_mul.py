@@ -5,12 +5,11 @@
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 
 from fathom.kernels.numba_cpu import (
     DTYPES,
     LOOPS,
-    SERIAL_ELEMENTS,
     as_array,
     as_rows,
     exp_float32,
@@ -18,6 +17,7 @@ from fathom.kernels.numba_cpu import (
     match_torch_threads,
     to_float32,
 )
+from fathom.kernels.work_sharing_cpu import on_threads, share_of, threads_for
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -59,14 +59,16 @@ def silu_row(gate, up, out):
         out[i] = from_float32(x / (np.float32(1) + exp_float32(-x)) * to_float32(up[i]), out)
 
 
-@njit(parallel=True, **LOOPS)
+@njit(**LOOPS)
 def _silu_rows(x, stride, out):
+    threads = threads_for(out.size)
+    on_threads(_silu_some, threads, threads, x, stride, out)
+
+
+@njit(**LOOPS)
+def _silu_some(thread, threads, x, stride, out):
     rows, width = out.shape
-    if rows * width <= SERIAL_ELEMENTS:
-        for t in range(rows):
-            middle = t * stride + width
-            silu_row(x[middle - width : middle], x[middle : middle + width], out[t])
-    else:
-        for t in prange(rows):
-            middle = t * stride + width
-            silu_row(x[middle - width : middle], x[middle : middle + width], out[t])
+    begin, end = share_of(rows, thread, threads)
+    for t in range(begin, end):
+        middle = t * stride + width
+        silu_row(x[middle - width : middle], x[middle : middle + width], out[t])

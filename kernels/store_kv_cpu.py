@@ -1,10 +1,11 @@
 """New keys and values into their slots of a layer's pool, on the CPU, both in one call."""
 
 import torch
-from numba import njit, prange
+from numba import njit
 
 from fathom.kernels.kv_pair import KvPair
-from fathom.kernels.numba_cpu import DTYPES, LOOPS, SERIAL_ELEMENTS, as_array, match_torch_threads
+from fathom.kernels.numba_cpu import DTYPES, LOOPS, as_array, match_torch_threads
+from fathom.kernels.work_sharing_cpu import on_threads, share_of, threads_for
 
 
 def store_kv(
@@ -44,17 +45,22 @@ def warm_up(dtype: torch.dtype) -> None:
     store_kv(one, one, (one.clone(), one.clone()), torch.zeros(1, dtype=torch.int64))
 
 
-@njit(parallel=True, **LOOPS)
+@njit(**LOOPS)
 def store_rows(keys, values, key_pool, value_pool, slots):
     for slot in slots:
         if slot < 0 or slot >= len(key_pool):
             return False
-    if keys.size + values.size <= SERIAL_ELEMENTS:
-        for r in range(len(slots)):
-            key_pool[slots[r]] = keys[r]
-            value_pool[slots[r]] = values[r]
-    else:
-        for r in prange(len(slots)):
-            key_pool[slots[r]] = keys[r]
-            value_pool[slots[r]] = values[r]
+    threads = threads_for(keys.size + values.size)
+    on_threads(_store_some, threads, threads, keys, values, key_pool, value_pool, slots)
     return True
+
+
+@njit(**LOOPS)
+def _store_some(thread, threads, keys, values, key_pool, value_pool, slots):
+    begin, end = share_of(len(slots), thread, threads)
+    for r in range(begin, end):
+        key, value, own_key, own_value = key_pool[slots[r]], value_pool[slots[r]], keys[r], values[r]
+        for d in range(len(own_key)):
+            key[d] = own_key[d]
+        for d in range(len(own_value)):
+            value[d] = own_value[d]

@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit, types
+from numba.extending import overload
 
 from fathom.kernels.four_lines_cpu import ask_for_four, dot_four, four_lines, next_head
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     DTYPES,
+    INNER,
     LINE_BYTES,
     as_array,
     as_lines,
     exp_float32,
+    literal_values,
     match_torch_threads,
 )
 from fathom.kernels.paged_attention_cpu import KEYS_AHEAD, takes_products
+from fathom.kernels.work_sharing_cpu import all_threads, on_threads, share_of
 
 if TYPE_CHECKING:
     from fathom.kernels.window_scores import Window
@@ -51,7 +55,7 @@ def row_mean_cpu(
     kv_heads, dim = keys.shape[1:]
     products = takes_products(query.dtype, keys.dtype, dim)
     operand = as_array(query.contiguous()) if products else query.float().numpy()
-    kernel, lines = _compiled(dim, keys.dtype, products), as_lines(keys)
+    kernel, lines = _compiled(dim), as_lines(keys)
     for index, rows, length in window.requests():
         own, slots = operand[rows], window.slots[index, :length].long().numpy()
         of_head = len(own) * (operand.shape[1] // kv_heads)
@@ -75,28 +79,54 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Non
 
 
 @functools.cache
-def _compiled(head_dim: int, dtype: torch.dtype, products: bool) -> Callable[..., None]:
+def _compiled(head_dim: int) -> Callable[..., None]:
     """The kernel; its ``heads`` are the first KV head, how many, and query heads on each."""
     match_torch_threads()
-    cache_line = LINE_BYTES // dtype.itemsize
-    operand = np.uint16 if products else np.float32
-    lowest, zero = np.float32(-np.inf), np.float32(0)
     size = KEYS_PER_TASK
 
-    @njit(parallel=True, **APPROXIMATE)
+    @njit(**APPROXIMATE)
     def kernel(query, keys, slot, head, slots, heads, causal, scale, kept, out):
-        weights, tops, totals = kept
-        h0, many, group = heads
+        tops, totals = kept[1:]
+        window, runs, threads = len(query), -(-len(slots) // size), all_threads()
+        given = query, (keys, slot, head), slots, heads, causal, scale, kept
+        on_threads(_weigh, threads, threads, given, (head_dim,))
+        # From here on `tops` holds what makes an exponential its share of the mean over the window's rows.
+        for x in range(heads[1] * heads[2] * window):
+            top, total = tops[:, x].max(), np.float32(0)
+            for run in range(runs):
+                tops[run, x] = exp_float32(tops[run, x] - top)
+                total += tops[run, x] * totals[run, x]
+            for run in range(runs):
+                tops[run, x] /= total * np.float32(window)
+        on_threads(_add_up, threads, threads, window, heads, len(slots), kept, out)
+
+    return kernel
+
+
+def _weigh(thread, threads, given, sizes):
+    """The thread's runs of keys: exponentials of their products, the largest of these and the exponentials' sum."""
+
+
+@overload(_weigh, jit_options=INNER, prefer_literal=True)
+def _weigh_keys(thread, threads, given, sizes):
+    (head_dim,), of_query, of_keys = literal_values(sizes), given[0], given[1][0]
+    operand = np.uint16 if of_query.dtype == types.uint16 else np.float32
+    cache_line, size = LINE_BYTES * 8 // of_keys.dtype.bitwidth, KEYS_PER_TASK
+    lowest, zero = np.float32(-np.inf), np.float32(0)
+
+    def weigh(thread, threads, given, sizes):
+        query, (keys, slot, head), slots, (h0, many, group), causal, scale, (weights, tops, totals) = given
         window, n = len(query), len(slots)
-        rows, runs = group * window, -(-n // size)
+        rows = group * window
         total_rows = many * rows
-        for run in prange(runs):
+        first_run, end_run = share_of(-(-n // size), thread, threads)
+        for run in range(first_run, end_run):
             begin, end = run * size, min(run * size + size, n)
             own, q = weights[run], np.empty((total_rows, head_dim), operand)
             for x in range(total_rows):
-                given = query[x % window, h0 * group + x // window]
+                row = query[x % window, h0 * group + x // window]
                 for d in range(head_dim):
-                    q[x, d] = given[d]
+                    q[x, d] = row[d]
             for t in range(0, end - begin, 4):
                 lines = four_lines(slots, True, begin + t, end - 1, slot, h0 * head)
                 later = four_lines(slots, True, begin + t + KEYS_AHEAD, n - 1, slot, h0 * head)
@@ -124,22 +154,21 @@ def _compiled(head_dim: int, dtype: torch.dtype, products: bool) -> Callable[...
                         line[t] = weight
                         total += weight
                 tops[run, x], totals[run, x] = top, total
-        # From here on `tops` holds what makes an exponential its share of the mean over the window's rows.
-        for x in range(total_rows):
-            top, total = tops[:, x].max(), zero
-            for run in range(runs):
-                tops[run, x] = exp_float32(tops[run, x] - top)
-                total += tops[run, x] * totals[run, x]
-            for run in range(runs):
-                tops[run, x] /= total * np.float32(window)
-        for run in prange(runs):
-            begin, end = run * size, min(run * size + size, n)
-            for y in range(many * group):
-                line = out[h0 * group + y, begin:end]
-                line[:] = zero
-                for x in range(y * window, y * window + window):
-                    share, weight = tops[run, x], weights[run, x]
-                    for t in range(len(line)):
-                        line[t] += share * weight[t]
 
-    return kernel
+    return weigh
+
+
+@njit(**APPROXIMATE)
+def _add_up(thread, threads, window, heads, n, kept, out):
+    """The thread's runs of keys: the mean over the window's rows."""
+    (h0, many, group), (weights, tops, _), size = heads, kept, KEYS_PER_TASK
+    first_run, end_run = share_of(-(-n // size), thread, threads)
+    for run in range(first_run, end_run):
+        begin, end = run * size, min(run * size + size, n)
+        for y in range(many * group):
+            line = out[h0 * group + y, begin:end]
+            line[:] = np.float32(0)
+            for x in range(y * window, y * window + window):
+                share, weight = tops[run, x], weights[run, x]
+                for t in range(len(line)):
+                    line[t] += share * weight[t]

@@ -74,4 +74,4 @@ def test_the_cpu_kernel_is_compiled_once_for_ranges_of_all_rows_or_of_each():
     stable_top_k(scores, *numbers, 4)
     stable_top_k(scores, *(numbers.view(3, 1).expand(3, 3).contiguous()), 4)
     stable_top_k(scores[:1], *numbers, 4)
-    assert len(refresh_cpu._top_k().signatures) == 1
+    assert len(refresh_cpu._top_k.signatures) == 1
