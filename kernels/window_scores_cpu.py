@@ -92,7 +92,9 @@ def _compiled(head_dim: int) -> Callable[..., None]:
         on_threads(_weigh, threads, threads, given, (head_dim,))
         # From here on `tops` holds what makes an exponential its share of the mean over the window's rows.
         for x in range(heads[1] * heads[2] * window):
-            top, total = tops[:, x].max(), np.float32(0)
+            top, total = np.float32(-np.inf), np.float32(0)
+            for run in range(runs):
+                top = max(top, tops[run, x])
             for run in range(runs):
                 tops[run, x] = exp_float32(tops[run, x] - top)
                 total += tops[run, x] * totals[run, x]
@@ -145,7 +147,9 @@ def _weigh_keys(thread, threads, given, sizes):
                     part = line[first : first + VECTOR]
                     for j in range(VECTOR):
                         best[j] = part[j] if part[j] > best[j] else best[j]
-                top, total = best.max(), zero
+                top, total = lowest, zero
+                for j in range(VECTOR):
+                    top = max(top, best[j])
                 if seen == 0:
                     line[:] = zero
                 else:
