@@ -89,7 +89,7 @@ def on_threads(typing_context, body, threads, *args):
     threads are the same, those of ``numba.set_num_threads``; a single one is the caller's.
 
     Args:
-        body: overloaded function without a result; what it raises in a thread is raised, of one thread.
+        body: compiled or overloaded function without a result; what it raises is raised, of one thread.
         args: constants are literals where ``body`` is compiled.
     """
     called = typing_context.resolve_function_type(body, (types.intp, *args), {})
