@@ -221,7 +221,7 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
         help="the prompts of a batch begin, in turns, like one of N documents that each variant reads once, and "
         f"end in {TAIL} tokens of their own: for figures of decoding",
     )
-    add("--dtype", choices=["bfloat16", "float32"], default=BENCH.dtype, help="default: %(default)s")
+    add("--dtype", choices=["bfloat16", "float32"], help=f"default: {BENCH.dtype}, with --model its own")
     add(
         "--seed",
         type=int,
@@ -269,15 +269,20 @@ def _model_shape(args: argparse.Namespace) -> Shape:
             raise ValueError("--model goes without --model-shape, --shared-prefix, --documents and --quick")
         if args.poor_draft and not args.draft:
             raise ValueError("--poor-draft goes with --draft")
-        return shape_of(Path(args.model))
+        found = shape_of(Path(args.model))
+        return replace(found, dtype=args.dtype or found.dtype)
     if args.draft or args.poor_draft:
         raise ValueError("--draft and --poor-draft go with --model")
-    return replace(TINY if args.quick else BENCH, dtype=args.dtype, seed=args.seed, **args.model_shape)
+    dtype = args.dtype or BENCH.dtype
+    return replace(TINY if args.quick else BENCH, dtype=dtype, seed=args.seed, **args.model_shape)
 
 
 def check_attached(args: argparse.Namespace) -> None:
     """ValueError for what would have to be said to servers that run already when they are started."""
-    alone = ("peer", "server_flags", "one_server", "draft", "poor_draft", "model_shape", "quick", "fidelity")
+    alone = (
+        *("peer", "server_flags", "one_server", "draft", "poor_draft"),
+        *("model_shape", "dtype", "quick", "fidelity"),
+    )
     given = [f"--{name.replace('_', '-')}" for name in alone if getattr(args, name)]
     if given:
         raise ValueError(f"{given[0]} is for servers that the bench starts; it goes without --url")

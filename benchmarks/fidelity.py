@@ -182,7 +182,7 @@ def _start(
     context = max(item.sample.prompt_tokens + item.max_tokens for item in items) + CONTEXT_SLACK
     path = Path(model).resolve() if Path(model).exists() else Path(model)
     port, kv_tokens = servers.free_port(), (args.in_flight + 1) * context
-    at = Place(path, port, args.dtype, context, kv_tokens, 0, Path())
+    at = Place(path, port, args.dtype or "auto", context, kv_tokens, 0, Path())
     draft = args.draft_model or (str(demo_model("draft")) if args.model is None else None)
     drafted = [] if draft is None else ["--draft-model-path", draft]
     variant = with_flags(like, [*drafted, *shlex.split(args.server_flags)])

@@ -14,6 +14,9 @@ from fathom.demo.corpus import TASKS
 from fathom.server.units import token_count
 
 BASELINE = "exact"
+STARTS = "draft_model", "server_flags", "dtype"
+"""What only a server that is started can be told."""
+
 QUICK_TASKS, QUICK_CONTEXTS, QUICK_SAMPLES = ["single", "list"], [256], 4
 
 
@@ -87,7 +90,7 @@ def _add_server(p: argparse.ArgumentParser) -> None:
     add("--url", help="a Fathom server that runs already; --model then only names its tokenizer")
     add("--api-key", metavar="KEY", help="that this server asks for")
     add("--server-flags", default="", metavar="FLAGS", help="further flags for the server that is started")
-    add("--dtype", default="auto", help="of that server (default: the checkpoint's)")
+    add("--dtype", help="of that server (default: the checkpoint's)")
     add("--start-limit", type=float, default=300.0, help="seconds its start may take (default: %(default)g)")
 
 
@@ -153,6 +156,9 @@ def grid(args: argparse.Namespace) -> Grid:
         raise ValueError(f"each policy needs a name of its own, got {', '.join(names)}")
     cells = [Cell(task, context) for task in dict.fromkeys(tasks) for context in sorted(set(contexts))]
     found = Grid(cells, policies, samples, args.seed, args.grid or "")
+    if args.url and (given := [name for name in STARTS if getattr(args, name)]):
+        flag = f"--{given[0].replace('_', '-')}"
+        raise ValueError(f"{flag} is for the server that is started; it goes without --url")
     if args.url and len(found.by_server) > 1:
         raise ValueError(f"--grid {args.grid} needs servers with flags of their own; it goes without --url")
     return found

@@ -146,6 +146,7 @@ def test_who_is_not_there_or_is_somebody_else(tmp_path, start, capsys):
     [
         (["--one-server"], "--one-server is for servers that the bench starts; it goes without --url"),
         (["--quick"], "--quick is for servers"),
+        (["--dtype", "float32"], "--dtype is for servers"),
         (["--server-flags", "fathom=--x"], "--server-flags is for servers"),
         (["--variants", "sglang"], "--url names no sglang server; it names fathom"),
         (["--url", "http://b"], "give each name once"),

@@ -247,6 +247,9 @@ def test_a_rate_that_the_server_chooses_must_drop_something_somewhere(fake, tmp_
         (["--policy", "a={}", "--policy", "a={}"], "a name of its own"),
         (["--model", "/nowhere/at/all"], "no tokenizer at"),
         (["--grid", "fastkv", "--url", "http://127.0.0.1:1"], "it goes without --url"),
+        (["--url", "http://127.0.0.1:1", "--dtype", "float32"], "--dtype is for the server that is started"),
+        (["--url", "http://127.0.0.1:1", "--server-flags=--x"], "--server-flags is for the server"),
+        (["--url", "http://127.0.0.1:1", "--draft-model", "d"], "--draft-model is for the server"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_starts(capsys, flags, message):

@@ -1,12 +1,13 @@
 """The generated model: the same files for the same seed, and a model that Transformers can run."""
 
 import hashlib
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fathom.benchmarks import model
+from fathom.benchmarks import args, model
 from fathom.runtime import cost
 from fathom.runtime.sglang_host import torchvision_ops
 
@@ -79,3 +80,14 @@ def test_the_draft_of_a_model_is_much_smaller_and_shares_its_vocabulary():
         dense = [cost.make_plan(each.layers, prompt) for each in (big, small)]
         assert cost.prefill_flops(big, dense[0]) > 8 * cost.prefill_flops(small, dense[1])
     assert (draft.vocab, draft.max_position, draft.dtype) == (shape.vocab, shape.max_position, shape.dtype)
+
+
+def test_a_checkpoints_format_is_its_own_unless_another_is_asked_for(tmp_path):
+    config = model.config_json(model.TINY) | {"torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["--model", str(tmp_path), "--prompts", "64", "--output", "4"]
+    shapes = [
+        args.plan(args.parser().parse_args([*given, *more]))[0] for more in ([], ["--dtype", "float32"])
+    ]
+    assert [shape.dtype for shape in shapes] == ["float16", "float32"]
+    assert args.plan(args.parser().parse_args([]))[0].dtype == model.BENCH.dtype
