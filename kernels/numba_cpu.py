@@ -65,8 +65,14 @@ LOOPS: dict[str, Any] = {
 # The same for attention, whose exponentials may be approximate.
 APPROXIMATE = LOOPS | {"fastmath": LOOPS["fastmath"] | {"afn"}}
 
-# The same for overloads that stand in an inner loop: as calls, all fields of their arrays would go through memory.
-INNER: dict[str, Any] = {"fastmath": APPROXIMATE["fastmath"], "error_model": "numpy", "forceinline": True}
+# The same for overloads: as calls, all fields of their arrays would go through memory. Nobody else calls them, so a
+# form for callers in C is not compiled.
+INNER: dict[str, Any] = {
+    "fastmath": APPROXIMATE["fastmath"],
+    "error_model": "numpy",
+    "forceinline": True,
+    "no_cfunc_wrapper": True,
+}
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
