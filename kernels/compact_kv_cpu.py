@@ -47,8 +47,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 @njit(**_OPTIONS)
 def _copy(lines, slot, head, source, destination, line):
-    threads = all_threads()
-    on_threads(_copy_some, threads, threads, lines, slot, head, source, destination, line)
+    on_threads(_copy_some, all_threads(), lines, slot, head, source, destination, line)
 
 
 @njit(**_OPTIONS)

@@ -298,24 +298,24 @@ def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, pro
         taken, threads = shares[:-1].copy(), len(shares) - 1
         given = (query, pool, compact, table, tasks, evidence, partials, scale)
         on_threads(_attend, threads, taken, given, (group, head_dim, value_dim))
-        on_threads(_mix, threads, threads, query, tasks, partials, results, (group, value_dim))
+        on_threads(_mix, threads, query, tasks, partials, results, (group, value_dim))
 
     return kernel
 
 
-def _attend(thread, taken, given, sizes):
+def _attend(thread, threads, taken, given, sizes):
     """The thread's tasks: what the keys of each give of its queries' output."""
 
 
 @overload(_attend, jit_options=INNER, prefer_literal=True)
-def _attend_to_keys(thread, taken, given, sizes):
+def _attend_to_keys(thread, threads, taken, given, sizes):
     group, head_dim, value_dim = literal_values(sizes)
     of_query, (of_keys, *_) = given[0], given[1]
     operand = np.uint16 if of_query.dtype == types.uint16 else np.float32
     cache_line, floats_per_line = LINE_BYTES * 8 // of_keys.dtype.bitwidth, LINE_BYTES // 4
     block = KEYS_PER_BLOCK
 
-    def attend(thread, taken, given, sizes):
+    def attend(thread, threads, taken, given, sizes):
         query, pool, compact, table, tasks, evidence, partials, scale = given
         row, request, head, heads, start, stop, _, end, evidence_row, queries, shares, _, _, reach = tasks
         logits, norms = evidence

@@ -40,8 +40,7 @@ BITS = 12
 
 @njit(cache=True)
 def _top_k(scores, begin, end, counts, indices):
-    threads = all_threads()
-    on_threads(_top_k_of_some, threads, threads, scores, begin, end, counts, indices)
+    on_threads(_top_k_of_some, all_threads(), scores, begin, end, counts, indices)
 
 
 @njit(cache=True)
@@ -119,9 +118,8 @@ def pack_segment_cpu(
 
 @njit(cache=True)
 def _pack(origin, slot, head, buffer, buffer_slot, buffer_head, table, rows, start, indices, sink, line):
-    threads = all_threads()
     given = (origin, slot, head, buffer, buffer_slot, buffer_head, table, rows, start, indices, sink, line)
-    on_threads(_pack_some, threads, threads, given)
+    on_threads(_pack_some, all_threads(), given)
 
 
 @njit(cache=True)

@@ -101,8 +101,7 @@ def add_norm_row(x, residual, gain, epsilon, out, total):
 
 @njit(**LOOPS)
 def _norm_rows(x, stride, gain, epsilon, out):
-    threads = threads_for(out.size)
-    on_threads(_norm_some, threads, threads, x, stride, gain, epsilon, out)
+    on_threads(_norm_some, threads_for(out.size), x, stride, gain, epsilon, out)
 
 
 @njit(**LOOPS)
@@ -115,9 +114,8 @@ def _norm_some(thread, threads, x, stride, gain, epsilon, out):
 
 @njit(**LOOPS)
 def _add_norm_rows(x, stride, residual, residual_stride, gain, epsilon, out, total):
-    threads = threads_for(out.size)
     on_threads(
-        _add_norm_some, threads, threads, x, stride, residual, residual_stride, gain, epsilon, out, total
+        _add_norm_some, threads_for(out.size), x, stride, residual, residual_stride, gain, epsilon, out, total
     )
 
 

@@ -128,9 +128,7 @@ def turn_token(x, cos_sin, head_dim, out):
 @njit(**LOOPS)
 def _turn_tokens(positions, cos_sin, query, turned_query, key, turned_key, head_dim):
     threads = threads_for(turned_query.size + turned_key.size)
-    on_threads(
-        _turn_some, threads, threads, positions, cos_sin, query, turned_query, key, turned_key, head_dim
-    )
+    on_threads(_turn_some, threads, positions, cos_sin, query, turned_query, key, turned_key, head_dim)
 
 
 @njit(**LOOPS)

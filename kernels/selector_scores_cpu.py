@@ -81,8 +81,7 @@ _LOWEST, _ZERO, _ONE = np.float32(-np.inf), np.float32(0), np.float32(1)
 
 @njit(**_EXACT)
 def _positions(begin, end, position, decay, curve, brake, epsilon):
-    threads = all_threads()
-    on_threads(_positions_of_some, threads, threads, begin, end, position, decay, curve, brake, epsilon)
+    on_threads(_positions_of_some, all_threads(), begin, end, position, decay, curve, brake, epsilon)
 
 
 @njit(**_EXACT)
@@ -113,8 +112,8 @@ def _scores(halves: int) -> Callable[..., None]:
     @njit(**LOOPS)
     def kernel(logits, key_norms, begin, end, scratch, scores, numbers, prior_clip, radius):
         threads, limits = all_threads(), (begin, end)
-        on_threads(_mix, threads, threads, logits, key_norms, limits, scratch, numbers, prior_clip, (halves,))
-        on_threads(_suppress, threads, threads, limits, scratch, scores, numbers, radius)
+        on_threads(_mix, threads, logits, key_norms, limits, scratch, numbers, prior_clip, (halves,))
+        on_threads(_suppress, threads, limits, scratch, scores, numbers, radius)
 
     return kernel
 

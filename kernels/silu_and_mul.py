@@ -61,8 +61,7 @@ def silu_row(gate, up, out):
 
 @njit(**LOOPS)
 def _silu_rows(x, stride, out):
-    threads = threads_for(out.size)
-    on_threads(_silu_some, threads, threads, x, stride, out)
+    on_threads(_silu_some, threads_for(out.size), x, stride, out)
 
 
 @njit(**LOOPS)

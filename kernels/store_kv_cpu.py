@@ -50,8 +50,7 @@ def store_rows(keys, values, key_pool, value_pool, slots):
     for slot in slots:
         if slot < 0 or slot >= len(key_pool):
             return False
-    threads = threads_for(keys.size + values.size)
-    on_threads(_store_some, threads, threads, keys, values, key_pool, value_pool, slots)
+    on_threads(_store_some, threads_for(keys.size + values.size), keys, values, key_pool, value_pool, slots)
     return True
 
 

@@ -89,7 +89,7 @@ def _compiled(head_dim: int) -> Callable[..., None]:
         tops, totals = kept[1:]
         window, runs, threads = len(query), -(-len(slots) // size), all_threads()
         given = query, (keys, slot, head), slots, heads, causal, scale, kept
-        on_threads(_weigh, threads, threads, given, (head_dim,))
+        on_threads(_weigh, threads, given, (head_dim,))
         # From here on `tops` holds what makes an exponential its share of the mean over the window's rows.
         for x in range(heads[1] * heads[2] * window):
             top, total = np.float32(-np.inf), np.float32(0)
@@ -100,7 +100,7 @@ def _compiled(head_dim: int) -> Callable[..., None]:
                 total += tops[run, x] * totals[run, x]
             for run in range(runs):
                 tops[run, x] /= total * np.float32(window)
-        on_threads(_add_up, threads, threads, window, heads, len(slots), kept, out)
+        on_threads(_add_up, threads, window, heads, len(slots), kept, out)
 
     return kernel
 

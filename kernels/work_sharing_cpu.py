@@ -83,7 +83,7 @@ def share_of(n, thread, threads):
 
 @intrinsic(prefer_literal=True)
 def on_threads(typing_context, body, threads, *args):
-    """``body(thread, *args)`` for each thread below ``threads``, at the same time as far as Numba's threads go.
+    """``body(thread, threads, *args)`` for each thread below ``threads``, together as far as Numba's threads go.
 
     Numba's own parallel loops are compiled four times, one function within the other; this is compiled once. The
     threads are the same, those of ``numba.set_num_threads``; a single one is the caller's.
@@ -92,17 +92,17 @@ def on_threads(typing_context, body, threads, *args):
         body: compiled or overloaded function without a result; what it raises is raised, of one thread.
         args: constants are literals where ``body`` is compiled.
     """
-    called = typing_context.resolve_function_type(body, (types.intp, *args), {})
+    called = typing_context.resolve_function_type(body, (types.intp, types.intp, *args), {})
 
     def codegen(context, builder, signature, values):
         packed = values[2]
-        data_type = ir.LiteralStructType([packed.type, _STATUS, excinfo_ptr_t])
-        data = cgutils.alloca_once(builder, data_type)
-        builder.store(packed, _field(builder, data, 0))
-        builder.store(ir.Constant(_STATUS, 0), _field(builder, data, 1))
-        builder.store(ir.Constant(excinfo_ptr_t, None), _field(builder, data, 2))
-        one = _one_thread(context, builder.module, body, called, data_type)
         count = context.cast(builder, values[1], signature.args[1], types.intp)
+        data_type = ir.LiteralStructType([packed.type, _WORD, _STATUS, excinfo_ptr_t])
+        data = cgutils.alloca_once(builder, data_type)
+        fine = ir.Constant(_STATUS, 0), ir.Constant(excinfo_ptr_t, None)
+        for place, value in enumerate((packed, count, *fine)):
+            builder.store(value, _field(builder, data, place))
+        one = _one_thread(context, builder.module, body, called, data_type)
         # A loop over an array of one element that is always the same: each call is told its number by the step.
         nothing = cgutils.alloca_once_value(builder, ir.Constant(_POINTER, None))
         dimension, step = (cgutils.alloca_once_value(builder, x) for x in (count, ir.Constant(_WORD, 1)))
@@ -116,7 +116,7 @@ def on_threads(typing_context, body, threads, *args):
                 builder.call(
                     launch, [*given, ir.Constant(_WORD, 0), ir.Constant(_WORD, 1), _threads(context, builder)]
                 )
-        code, raised = (builder.load(_field(builder, data, i)) for i in (1, 2))
+        code, raised = (builder.load(_field(builder, data, place)) for place in (2, 3))
         status = context.call_conv._get_return_status(builder, code, raised)
         with cgutils.if_unlikely(builder, status.is_error):
             context.call_conv.return_status_propagate(builder, status)
@@ -158,14 +158,16 @@ def _borrowed(context, builder, kind, value):
 
 def _one_thread(context, module, body, called, data_type):
     """What Numba's threads call: ``(args, dimensions, steps, data)``, where args[0] is the thread's number."""
-    inner_type = ir.FunctionType(
-        _STATUS, [_POINTER, ir.PointerType(excinfo_ptr_t), _WORD, data_type.elements[0]]
-    )
+    packed, *_ = data_type.elements
+    inner_type = ir.FunctionType(_STATUS, [_POINTER, ir.PointerType(excinfo_ptr_t), _WORD, _WORD, packed])
     inner = ir.Function(module, inner_type, module.get_unique_name("on_thread"))
     builder = ir.IRBuilder(inner.append_basic_block("entry"))
-    given = cgutils.unpack_tuple(builder, inner.args[3], len(called.args) - 1)
-    args = [_borrowed(context, builder, *pair) for pair in zip(called.args[1:], given, strict=True)]
-    context.get_function(body, called)(builder, [inner.args[2], *args])
+    *numbers, packed = inner.args[2:]
+    given = cgutils.unpack_tuple(builder, packed, len(called.args) - len(numbers))
+    args = [
+        _borrowed(context, builder, *pair) for pair in zip(called.args[len(numbers) :], given, strict=True)
+    ]
+    context.get_function(body, called)(builder, [*numbers, *args])
     builder.ret(ir.Constant(_STATUS, 0))
 
     outer_type = ir.FunctionType(ir.VoidType(), [ir.PointerType(_POINTER), _POINTER, _POINTER, _POINTER])
@@ -174,11 +176,11 @@ def _one_thread(context, module, body, called, data_type):
     thread = builder.ptrtoint(builder.load(outer.args[0]), _WORD)
     data = builder.bitcast(outer.args[3], ir.PointerType(data_type))
     raised = builder.alloca(excinfo_ptr_t)
-    values = [ir.Constant(_POINTER, None), raised, thread, builder.load(_field(builder, data, 0))]
-    code = builder.call(inner, values)
+    given, threads = (builder.load(_field(builder, data, place)) for place in (0, 1))
+    code = builder.call(inner, [ir.Constant(_POINTER, None), raised, thread, threads, given])
     with cgutils.if_unlikely(builder, builder.icmp_signed("!=", code, ir.Constant(_STATUS, 0))):
-        builder.store(code, _field(builder, data, 1))
-        builder.store(builder.load(raised), _field(builder, data, 2))
+        builder.store(code, _field(builder, data, 2))
+        builder.store(builder.load(raised), _field(builder, data, 3))
     builder.ret_void()
     inner.linkage = outer.linkage = "internal"
     outer.attributes.add("noinline")

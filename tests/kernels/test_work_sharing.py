@@ -82,7 +82,7 @@ def _mark(thread, threads, times, by):
 
 @njit
 def _mark_all(threads, times, by):
-    on_threads(_mark, threads, threads, times, by)
+    on_threads(_mark, threads, times, by)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 9])
@@ -106,15 +106,15 @@ def test_what_a_thread_raises_is_raised(threads):
     assert times[2] == -1 and times[0] == 1
 
 
-def _sum(thread, given, sizes):
+def _sum(thread, threads, given, sizes):
     """Replaced where it is compiled."""
 
 
 @overload(_sum, jit_options=INNER, prefer_literal=True)
-def _sum_of_constants(thread, given, sizes):
+def _sum_of_constants(thread, threads, given, sizes):
     first, second = literal_values(sizes)
 
-    def add(thread, given, sizes):
+    def add(thread, threads, given, sizes):
         values, (result, factor) = given
         for i in range(first):
             result[thread] += factor * values[i] + second
