@@ -224,8 +224,10 @@ def paged_attention(
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group = heads // kv_heads
     rows = group * tasks.most
-    products = takes_products(query.dtype, pool[0].dtype, head_dim, value_dim)
-    kernel = _compiled(group, head_dim, value_dim, pool[0].dtype, products)
+    if (dtype := pool[0].dtype) not in DTYPES:
+        raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
+    products = takes_products(query.dtype, dtype, head_dim, value_dim)
+    kernel = _compiled(group, head_dim, value_dim)
     output, lse = torch.empty(count, heads, value_dim), torch.empty(count, heads)
     most = rows * tasks.most_heads
     partials = (
@@ -278,23 +280,21 @@ def products_kernel(group: int, head_dim: int, value_dim: int, arguments: tuple)
         group: heads per KV head.
         arguments: Numba's types of the kernel's.
     """
-    kernel = _compiled(group, head_dim, value_dim, torch.bfloat16, True)
+    kernel = _compiled(group, head_dim, value_dim)
     kernel.compile(arguments)
     code, kind = attrgetter("library", "fndesc")(kernel.overloads[arguments])
     return code.get_pointer_to_function(kind.llvm_func_name)
 
 
 @functools.cache
-def _compiled(group: int, head_dim: int, value_dim: int, dtype: torch.dtype, products: bool):
+def _compiled(group: int, head_dim: int, value_dim: int):
     """The kernel with the bounds of its inner loops fixed, which lets LLVM unroll and vectorise them."""
-    if dtype not in DTYPES:
-        raise TypeError(f"KV dtype {dtype} is not supported on the CPU; legal: {', '.join(map(str, DTYPES))}")
     match_torch_threads()
 
     # It closes over numbers, not over compiled functions: one that does is never found in the cache on disk.
     @njit(**APPROXIMATE)
     def kernel(query, pool, compact, table, tasks, evidence, partials, results, scale):
-        shares = tasks[10]
+        _, _, _, _, _, _, _, _, _, _, shares, _, _, _ = tasks
         taken, threads = shares[:-1].copy(), len(shares) - 1
         given = (query, pool, compact, table, tasks, evidence, partials, scale)
         on_threads(_attend, threads, taken, given, (group, head_dim, value_dim))
@@ -418,7 +418,7 @@ def _mix_parts(thread, threads, query, tasks, partials, results, sizes):
     places = places_of_sums(value_dim, query.dtype == types.uint16)
 
     def mix(thread, threads, query, tasks, partials, results, sizes):
-        head, heads, first, queries = tasks[2], tasks[3], tasks[6], tasks[9]
+        _, _, head, heads, _, _, first, _, _, queries, _, _, _, _ = tasks
         partial, partial_max, partial_sum = partials
         output, lse = results
         kv_heads = query.shape[1] // group

@@ -1,6 +1,7 @@
-"""Tasks that are dealt to threads beforehand, of which a thread that is done takes over what others have left.
+"""How a kernel's threads get their work: a function that each of them calls, and what falls to it.
 
-A core that another process uses for a millisecond does not make all threads wait that long.
+Rows are shared evenly. Tasks that differ are dealt to threads beforehand, and a thread that is done takes over what
+others have left: a core that another process uses for a millisecond does not make all threads wait that long.
 """
 
 from typing import Any
