@@ -87,6 +87,13 @@ def test_paged_attention_with_other_value_dim():
 
 
 @pytest.mark.usefixtures("arithmetic")
+def test_other_number_formats_are_refused():
+    pool = (torch.zeros(4, 2, 16, dtype=torch.float64),) * 2
+    tasks = plan_packed(np.array([0, 4]), np.array([0, 1]), 2)
+    with pytest.raises(TypeError, match=r"torch.float64 is not supported on the CPU; legal: torch.float32, "):
+        paged_attention(torch.zeros(1, 4, 16), pool, torch.zeros(1, 4, dtype=torch.int32), tasks, 1.0)
+
+
 def test_a_query_is_answered_alike_alone_and_among_others():
     """What drafted tokens are judged by is what decoding them one at a time would have given, to the bit."""
     query, pool, slots, entry, queries = paged_problem([3000], [6], 4, 2, 64, torch.bfloat16)
