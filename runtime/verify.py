@@ -32,7 +32,9 @@ def target_probs(
     mass = ordered.cumsum(-1)
     place = torch.arange(probs.shape[-1], device=probs.device)
     ordered = ordered.masked_fill(place >= top_ks.view(-1, 1), 0)
-    ordered = ordered.masked_fill(mass - probs.gather(-1, index) > top_ps.view(-1, 1), 0)
+    # Sums of a large vocabulary end above 1 by rounding, which is no reason to leave anything out.
+    limits = top_ps.view(-1, 1).masked_fill(top_ps.view(-1, 1) >= 1, float("inf"))
+    ordered = ordered.masked_fill(mass - probs.gather(-1, index) > limits, 0)
     ordered = ordered.masked_fill(ordered < ordered[:, :1] * min_ps.view(-1, 1), 0)
     ordered /= ordered.sum(-1, keepdim=True)
     return torch.zeros_like(probs).scatter_(-1, index, ordered)

@@ -110,6 +110,16 @@ def test_chance_at_its_ends(monkeypatch):
     assert accepted.sum() == 0 and 70 < following.sum() < 130
 
 
+def test_without_a_limit_every_token_can_be_drawn():
+    """Also where rounding brings the sum of a large vocabulary above 1."""
+    logits = torch.randn(2, 128256, generator=torch.Generator().manual_seed(0)) * 3
+    probs = logits.softmax(-1)
+    assert (probs.sort(descending=True)[0].cumsum(-1) > 1 + 1e-6).any()
+    one = torch.ones(2)
+    got = target_probs(logits, one, torch.full((2,), 1 << 30), one, torch.zeros(2))
+    torch.testing.assert_close(got, probs, atol=0, rtol=1e-4)
+
+
 @pytest.mark.parametrize("binding", ["top_k", "top_p", "min_p", "all", "at the limit"])
 def test_target_probs_are_what_the_sampler_draws_from(binding):
     """Against SGLang's own sampler: same support, and the same weights up to its scale."""
