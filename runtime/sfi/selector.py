@@ -41,8 +41,8 @@ def candidates(
     return np.minimum(end, config.sink), end
 
 
-HEAD_SHIFT = 24
-"""Entries that a table of :func:`random_scores` may have: 2**24."""
+SHIFT = 24
+"""Of 32 hashed bits those below count tokens or entries, the eight above a layer or a head."""
 
 
 def random_scores(
@@ -52,14 +52,15 @@ def random_scores(
 
     Args:
         seeds: [requests] int64, one per request; lengths: [requests] tokens of it at the time of the choice. A
-            request gets the same scores in any batch.
+            request gets the same scores in any batch. Below 2**24, as are entries; layers and heads are below 256.
 
     Returns:
         [requests, kv_heads, entries] float32.
     """
-    heads = (layer * kv_heads + torch.arange(kv_heads, device=seeds.device)).unsqueeze(1) << HEAD_SHIFT
+    heads = torch.arange(kv_heads, device=seeds.device).unsqueeze(1) << SHIFT
     columns = (heads + torch.arange(entries, device=seeds.device)).flatten()
-    return murmur_hash32(seeds, lengths, columns).view(len(seeds), kv_heads, entries).float()
+    positions = lengths + (layer << SHIFT)
+    return murmur_hash32(seeds, positions, columns).view(len(seeds), kv_heads, entries).float()
 
 
 def select(

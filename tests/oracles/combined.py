@@ -131,9 +131,11 @@ def murmur3(data: bytes) -> int:
     return state ^ state >> 16
 
 
-def drawn(seed: int, length: int, column: int) -> float:
+def drawn(seed: int, length: int, layer: int, head: int, entry: int) -> float:
     """A number at random for one entry of one head, as float32 has it."""
-    data = seed.to_bytes(8, "little") + length.to_bytes(4, "little") + column.to_bytes(4, "little")
+    data = seed.to_bytes(8, "little")
+    for low, high in ((length, layer), (entry, head)):
+        data += low.to_bytes(3, "little") + high.to_bytes(1, "little")
     return float(torch.tensor(murmur3(data), dtype=torch.float32))
 
 
@@ -215,8 +217,7 @@ class Combined(sfi.CachedModel):
         return found
 
     def _at_random(self, layer: int, head: int, candidates: range, s: sfi.Settings, seed: int) -> list[int]:
-        column = (layer * self.kv_heads + head) << 24
-        best = sorted(candidates, key=lambda j: (-drawn(seed, self.length, column + j), j))
+        best = sorted(candidates, key=lambda j: (-drawn(seed, self.length, layer, head, j), j))
         return sorted(best[: s.k])
 
     def fast(self, selection: list[list[list[int]]], whole: list[bool], s: sfi.Settings):

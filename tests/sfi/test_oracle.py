@@ -58,9 +58,10 @@ def test_what_prefill_leaves(model, tmp_path, how):
 
 def test_numbers_drawn_at_random_are_the_oracles():
     seeds, lengths = torch.tensor([5, 1 << 55]), torch.tensor([300, 70])
-    scores = random_scores(seeds, lengths, 3, 2, 40)
-    for i, (seed, length) in enumerate(zip(seeds.tolist(), lengths.tolist(), strict=True)):
-        for head in range(2):
-            column = (3 * 2 + head) << 24
-            assert scores[i, head].tolist() == [combined.drawn(seed, length, column + j) for j in range(40)]
-    assert len(scores.unique()) == scores.numel()
+    layers = [random_scores(seeds, lengths, layer, 8, 40) for layer in (3, 35)]
+    for layer, scores in zip((3, 35), layers, strict=True):
+        for i, (seed, length) in enumerate(zip(seeds.tolist(), lengths.tolist(), strict=True)):
+            for head in range(8):
+                want = [combined.drawn(seed, length, layer, head, j) for j in range(40)]
+                assert scores[i, head].tolist() == want
+    assert torch.stack(layers).unique().numel() == 2 * 2 * 8 * 40
