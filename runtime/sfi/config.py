@@ -27,7 +27,7 @@ class SelectorConfig:
     """
 
     power: float = _number(0.5, 1e-3, 1, "exponent alpha", "Eq. 7; released configuration")
-    norm_decay: float = _number(0.5, 0, None, "exponent gamma", "Eq. 9; released configuration")
+    norm_decay: float = _number(0.5, 0, 4, "exponent gamma", "Eq. 9; released configuration")
     position_decay: float = _number(0.568, 0, None, "factor beta", "Eq. 11; -ln(0.6) / 0.9")
     position_curve: float = _number(1.8, 1, None, "exponent p", "Eq. 11; released configuration")
     tail_brake: float = _number(0.4, 0, None, "exponent eta", "Eq. 11; released configuration")

@@ -47,8 +47,17 @@ def settings_of(config, selector, seeded: bool = False) -> Settings:
         gap=config.minimum_gap,
         w_prefill=config.prefill_window,
         seed_from_prefill=seeded,
+        alpha=selector.power,
+        gamma=selector.norm_decay,
+        beta=selector.position_decay,
+        p=selector.position_curve,
+        eta=selector.tail_brake,
         lambda_clip=selector.prior_clip,
+        alpha_soft=selector.nms_strength,
         radius=selector.nms_radius,
+        alpha_cross=selector.cross_head,
+        temperature=selector.temperature,
+        eps=selector.epsilon,
     )
 
 

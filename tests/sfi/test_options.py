@@ -26,10 +26,11 @@ def test_every_number_has_its_flag(kind):
     for item in fields(kind):
         if item.name in UNUSED:
             continue
-        value = item.type(item.metadata["low"] if item.default == 0 else item.default)
-        value = 1 if item.name in ("recent", "refresh_budget") else value
+        low = item.metadata["low"]
+        value = item.type(low if low != item.default else low + 1)
         options = parse("--sfi-" + item.name.replace("_", "-"), str(value))
         assert getattr(options.config if kind is SfiConfig else options.selector, item.name) == value
+        assert value != item.default
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,23 @@ def test_blocks_of_a_long_range_meet(n, radius):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.01, 1000])
+def test_the_largest_norm_decay_stays_in_range(scale):
+    config = SelectorConfig(norm_decay=4, prior_clip=1)
+    logits, norms, begin, end, _ = problem(4, 2, 2, 2, 600)
+    norms *= scale
+    scores = selector_scores(logits, norms, begin, end, config)
+    want = selector_scores_torch(logits, norms, begin, end, config)
+    torch.testing.assert_close(scores, want, atol=2e-3, rtol=1e-3)
+    r, (low, high) = 0, (int(begin[0]), int(end[0]))
+    heads = [
+        oracle.fused_score(x[:, low:high], n[low:high], by_the_book(config, 9))[0]
+        for x, n in zip(logits[r], norms[r], strict=True)
+    ]
+    for got, book in zip(scores[r], oracle.refined_scores(heads, by_the_book(config, 9)), strict=True):
+        torch.testing.assert_close(got[low:high], book, atol=2e-3, rtol=1e-3)
+
+
 def test_same_choice_as_the_oracle_on_a_long_range():
     logits, norms, begin, end, _ = problem(3, 3, 4, 4, 3000)
     chosen = select(logits, norms, begin, end, 200, SelectorConfig())
