@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adapters import ATTENTION, ENDS, MLP
@@ -147,6 +147,7 @@ def draw(seed: int) -> World:
     memory, memory_flags = _memory(rng)
     depth, depth_flags = _depth(rng, target.layers, memory["context"])
     settings, sfi_flags = _sfi(rng, target)
+    selector, selector_flags = _selector(random.Random(f"{seed}/selector"))
     draft = _draft(rng, target, settings.devices) if rng.random() < 0.85 else None
     scarce, prioritized, incremental = rng.random() < 0.08, rng.random() < 0.2, rng.random() < 0.15
     own_default, default_flags = _default_policy(rng, draft is not None)
@@ -158,6 +159,7 @@ def draw(seed: int) -> World:
         *default_flags,
         *adapter_flags,
         *sfi_flags,
+        *selector_flags,
         *(("--sfi-evidence-mib", rng.choice([0.001, 0.02])) if scarce else ()),
     ]
     return World(
@@ -167,7 +169,7 @@ def draw(seed: int) -> World:
         flags=tuple(map(str, flags)),
         **memory,
         **depth,
-        settings=settings,
+        settings=replace(settings, **selector),
         retract_every=rng.choice([2, 5, 11]) if rng.random() < 0.25 else 0,
         overlap=rng.random() < 0.4,
         prioritized=prioritized,
@@ -287,6 +289,26 @@ def _scheduling(rng: random.Random, prioritized: bool) -> list[Any]:
     if rng.random() < 0.2:
         flags += ["--radix-eviction-policy", "lfu"]
     return flags
+
+
+SELECTOR = {
+    "alpha": ("--sfi-power", [0.3, 0.5, 1.0]),
+    "gamma": ("--sfi-norm-decay", [0.0, 0.5, 2.0]),
+    "beta": ("--sfi-position-decay", [0.0, 0.568, 3.0]),
+    "p": ("--sfi-position-curve", [1.0, 1.8]),
+    "eta": ("--sfi-tail-brake", [0.0, 0.4]),
+    "alpha_soft": ("--sfi-nms-strength", [0.0, 0.5, 1.5]),
+    "alpha_cross": ("--sfi-cross-head", [0.0, 0.35, 1.0]),
+    "temperature": ("--sfi-temperature", [0.5, 2.0]),
+}
+"""The Selector's numbers under the paper's names: flag, and what is drawn."""
+
+
+def _selector(rng: random.Random) -> tuple[dict[str, float], list[Any]]:
+    if rng.random() < 0.5:
+        return {}, []
+    numbers = {name: rng.choice(values) for name, (_, values) in SELECTOR.items()}
+    return numbers, _given({SELECTOR[name][0]: value for name, value in numbers.items()})
 
 
 def _sfi(rng: random.Random, target: Target) -> tuple[sfi.Settings, list[Any]]:
