@@ -148,7 +148,7 @@ class Policy:
     )
     anchors: str = _field(
         "bos",
-        help="prompt tokens that are kept above the cutoff",
+        help="prompt tokens that are kept above the cutoff, beside the last one",
         unit="set of tokens",
         source="SPEED, Table 1",
         words=("bos", "none"),
