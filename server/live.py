@@ -52,11 +52,11 @@ class Live:
 
     async def _ask(self) -> None:
         """Ask the scheduler processes; a busy one answers a later view. Never more than one question at a time."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(self._internal_states())
-        done, _ = await asyncio.wait({self._asking}, timeout=PATIENCE_SECONDS)
+        asking = self._asking = self._asking or asyncio.ensure_future(self._internal_states())
+        done, _ = await asyncio.wait({asking}, timeout=PATIENCE_SECONDS)
         if done:
-            asking, self._asking = self._asking, None
+            if self._asking is asking:  # no other view was first
+                self._asking = None
             self._states = [state.get("fathom") or {} for state in asking.result()]
             self._seen = time.perf_counter()
 
@@ -115,7 +115,7 @@ def _tiles(history: History, gate: Gate, now: float) -> Html:
     tpots = [g.tpot for g in history.finished if g.tpot is not None]
     last10 = sum(by_second[-10:]) / 10
     tiles = [
-        ("requests inside", str(gate.in_flight), f"{len(recent)} generations ended in {SECONDS} s"),
+        ("requests inside", str(gate.inside), f"{len(recent)} generations ended in {SECONDS} s"),
         ("output tokens/s, last 10 s", f"{last10:,.1f}", _sparkline(by_second)),
         (
             "prompt tokens/s, of those that ended",

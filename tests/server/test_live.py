@@ -185,6 +185,24 @@ def test_a_busy_engine_does_not_hold_the_page_up(monkeypatch):
     asyncio.run(run())
 
 
+def test_views_at_the_same_time_share_a_question():
+    async def run():
+        asked = []
+
+        async def internal_states():
+            asked.append(1)
+            await asyncio.sleep(0.05)
+            return [{"fathom": STATE}]
+
+        page = live.Live(face_of(), Gate(), "demo", internal_states)
+        views = await asyncio.gather(*(page.page() for _ in range(4)))
+        assert all("31 requests since its start" in view for view in views) and asked == [1]
+        await page.page()
+        assert asked == [1, 1]
+
+    asyncio.run(run())
+
+
 def test_a_question_that_fails_is_asked_again():
     async def run():
         answers = [RuntimeError("engine gone"), [{"fathom": STATE}]]
