@@ -268,6 +268,10 @@ def test_a_router_without_keys():
         {"autoscaling": {"enabled": True}},
         {"parallel": {"tensorSize": 16}, "gpu": {"count": 8}},
         {"auth": {"existingSecret": "keys"}, "server": {"extraArgs": ["--config=more.yaml"]}},
+        {"strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}},
+        {"strategy": {"rollingUpdate": {"maxSurge": "25%"}}},
+        {"strategy": {"type": "OnDelete"}},
+        {"strategy": {"maxSurge": 1}},
     ],
     ids=[
         "preset",
@@ -282,6 +286,10 @@ def test_a_router_without_keys():
         "cache of one node for more replicas",
         "cache of one node for several nodes",
         "two files of options",
+        "cache of one node for an update's pod",
+        "cache of one node for a share of pods",
+        "strategy of other objects",
+        "strategy without its type",
     ],
 )
 def test_mistaken_values_are_refused(values):
@@ -298,11 +306,27 @@ def test_mistaken_values_are_refused(values):
         {"server": {"extraArgs": ["--no-gpu-depth-pages"]}},
         {"replicas": 2, "cache": {"existingClaim": "models"}},
         {"replicas": 2, "cache": {"enabled": False}},
+        {"strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}, "cache": {"enabled": False}},
     ],
-    ids=["draft on a CPU", "draft on a GPU", "dense without depth pages", "claim of one's own", "no cache"],
+    ids=[
+        "draft on a CPU",
+        "draft on a GPU",
+        "dense without depth pages",
+        "claim of one's own",
+        "no cache",
+        "a pod more at updates",
+    ],
 )
 def test_values_are_taken_where_they_have_what_they_need(values):
     assert "Deployment/demo" in render(values)
+
+
+def test_pods_that_end_before_others_begin_have_no_rolling_update():
+    """Kubernetes refuses its numbers beside the other type."""
+    found = render({"strategy": {"type": "Recreate"}})["Deployment/demo"]["spec"]["strategy"]
+    assert found == {"type": "Recreate"}
+    found = render({})["Deployment/demo"]["spec"]["strategy"]
+    assert found == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
 
 
 def test_what_no_machine_has_is_told_in_words():

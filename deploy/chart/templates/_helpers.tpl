@@ -51,6 +51,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- $replicas := .Values.autoscaling.enabled | ternary .Values.autoscaling.maxReplicas .Values.replicas -}}
+{{- $surge := dig "rollingUpdate" "maxSurge" "25%" .Values.strategy | toString | trimSuffix "%" -}}
+{{- if and (eq (include "fathom.nodes" .) "1") (eq .Values.strategy.type "RollingUpdate") (ne $surge "0") -}}
+{{- $replicas = add $replicas 1 -}}
+{{- end -}}
 {{- if and .Values.cache.enabled (not .Values.cache.existingClaim) (not (has "ReadWriteMany" .Values.cache.accessModes)) -}}
 {{- if gt (mul (int $replicas) (int (include "fathom.nodes" .))) 1 -}}
 {{- fail "several pods share the cache: cache.accessModes needs ReadWriteMany, or cache.existingClaim a claim of your own" -}}
