@@ -203,6 +203,14 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "layers.sampler:Sampler.forward",
+        "read",
+        "log-probabilities of drafted tokens before the temperature, where those of others are",
+        None,
+        reads_global("SGLANG_RETURN_ORIGINAL_LOGPROB"),
+    ),
+    relies_on(
+        SCHEDULER,
         "constrained.base_grammar_backend:BaseGrammarObject.rollback",
         "call",
         "takes drafted tokens back; what does not define it is not drafted for",

@@ -89,7 +89,13 @@ NOTHING_BY_SLOT = Rule(
     "no --enable-return-routed-experts",
     "SGLang keeps them by the slot of a token's KV, and depth pages have more slots than it expects",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT
+ONE_COPY = Rule(
+    (),
+    lambda args: args.dp_size == 1,
+    "--dp-size 1",
+    "replicas are servers of their own",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY
 """Asked for on a CPU too."""
 
 CPU_LORA_RULES = (
@@ -156,9 +162,9 @@ GPU_RULES = (
     ),
     Rule(
         (),
-        lambda args: args.pp_size == args.dp_size == 1,
-        "--pp-size 1 and --dp-size 1",
-        "a model is spread over GPUs by --tp-size, and replicas are servers of their own",
+        lambda args: args.pp_size == 1,
+        "--pp-size 1",
+        "a model is spread over GPUs by --tp-size",
     ),
     *ANYWHERE,
 )
@@ -266,6 +272,18 @@ def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
     for rule in rules:
         if not rule.holds(args):
             raise ValueError(f"{asker} needs {rule.asks}: {rule.why}")
+
+
+def options() -> frozenset[str]:
+    """The flags that SGLang has; its parser takes the beginning of one for the whole."""
+    from fathom.runtime.sglang_host import torchvision_ops
+
+    torchvision_ops.declare()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return frozenset(parser._option_string_actions)
 
 
 def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | None = None) -> "ServerArgs":

@@ -281,15 +281,35 @@ def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | Non
     )
 
 
+def truncate(allocator: DepthAllocator, request: Req, longest: int) -> None:
+    """Cut a prompt to what fits into the pool under the plan that it then has, beside its answer if that takes no
+    more than half of the pool. A prompt of which nothing fits is left as it is.
+
+    Args:
+        longest: tokens that a prompt may have anyway.
+    """
+    ids = request.origin_input_ids
+    wanted = max(1, request.sampling_params.max_new_tokens or 1)
+
+    def fits(length: int) -> bool:
+        request.origin_input_ids = ids[:length]
+        most = most_tokens(allocator, allocator.plan_of(request), length)
+        return length + min(wanted, max(1, most // 2)) <= most
+
+    low, high = 0, min(len(ids), longest)
+    if high > 0 and fits(high):  # as most do
+        low = high
+    while low < high:
+        middle = (low + high) // 2 + 1
+        low, high = (middle, high) if middle < high and fits(middle) else (low, middle - 1)
+    request.origin_input_ids = ids[:low] if low > 0 else ids
+
+
 def validate_input_length(request: Req, max_req_input_len: int, allow_auto_truncate: bool) -> str | None:
     """SGLang's check of a prompt's length, and after it the check against the pool."""
     error = utils.validate_input_length(request, max_req_input_len, allow_auto_truncate)
     if error is not None or _ALLOCATOR is None:
         return error
-    if allow_auto_truncate:
-        plan = _ALLOCATOR.plan_of(request)
-        while (longest := most_tokens(_ALLOCATOR, plan, prompt_tokens(request)) - 1) < prompt_tokens(request):
-            request.origin_input_ids = request.origin_input_ids[:longest]
     return refuse_what_never_fits(_ALLOCATOR, request)
 
 

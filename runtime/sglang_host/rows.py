@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.layers import sampler
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
@@ -185,7 +186,8 @@ class RowSampler:
         asked = self.request.logprob
         if not self.request.return_logprob:
             return []
-        temperature = 1.0 if self.greedy else self.info.temperatures[self.index]
+        unscaled = self.greedy or sampler.SGLANG_RETURN_ORIGINAL_LOGPROB
+        temperature = 1.0 if unscaled else self.info.temperatures[self.index]
         logprobs = torch.log_softmax(logits[: len(tokens)] / temperature, -1)
         logprobs = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
         found = [logprobs.gather(1, send(torch.tensor(tokens), logprobs.device).view(-1, 1))]

@@ -192,16 +192,29 @@ class FathomScheduler(Scheduler):
             fields = {item.name: getattr(stock, item.name) for item in dataclasses.fields(stock)}
             self.invariant_checker = DepthInvariantChecker(**fields)
 
+    def _abort_on_queued_limit(self, recv_req: Req) -> bool:
+        if recv_req.time_stats.wait_queue_entry_time:
+            return False  # it was let in before, and taken back
+        if not super()._abort_on_queued_limit(recv_req):
+            return False
+        self.tp_worker.ledger.drop(recv_req)
+        return True
+
     def init_req_max_new_tokens(self, req: Req) -> None:
+        params, allocator = req.sampling_params, self.token_to_kv_pool_allocator
+        paged = isinstance(allocator, DepthAllocator)
+        if paged and get_serving().allow_auto_truncate:
+            kv_schedule.truncate(allocator, req, self.max_req_input_len)
         separate_cache_key(req)
-        asked = req.sampling_params.max_new_tokens
+        wanted, least = params.max_new_tokens, params.min_new_tokens
         super().init_req_max_new_tokens(req)
-        allocator = self.token_to_kv_pool_allocator
-        if isinstance(allocator, DepthAllocator) and not (plan := allocator.plan_of(req)).dense:
+        if paged and not (plan := allocator.plan_of(req)).dense:
             prompt = len(req.origin_input_ids)
-            longest = min(self.max_req_len - 1, kv_schedule.most_tokens(allocator, plan, prompt))
-            wanted = longest if asked is None else asked
-            req.sampling_params.max_new_tokens = max(0, min(wanted, longest - prompt))
+            room = min(self.max_req_len - 1, kv_schedule.most_tokens(allocator, plan, prompt)) - prompt
+            if self.max_new_tokens_limit is not None and self.max_new_tokens_limit > 0:
+                room = min(room, self.max_new_tokens_limit)
+            params.max_new_tokens = max(0, room if wanted is None else min(room, wanted))
+            params.min_new_tokens = min(least, params.max_new_tokens)
 
     def get_init_info(self) -> dict[str, Any]:
         return super().get_init_info() | {"fathom": self.fathom_state()}

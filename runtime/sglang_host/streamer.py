@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.ledger import KvShape, RequestLedger
 
@@ -22,8 +23,23 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
         for request in reqs:
             if request.output_ids:
                 self.ledger.first_token(request)
-        # SGLang's dataclass(slots=True) replaces the class object, which breaks zero-argument super().
-        SchedulerOutputStreamer.stream_output(self, reqs, return_logprob, skip_req)
+        usual, due, spaced = get_serving().stream_interval, [], []
+        for request in reqs:
+            asked = request.sampling_params.stream_interval
+            if request.stream and (interval := asked or usual) > 1 and not request.finished():
+                # SGLang counts in multiples of the interval, which steps of several tokens jump over.
+                sent, tokens = request.send_token_offset, len(request.output_ids)
+                if tokens == 0 or (sent > 0 and tokens - sent < interval):
+                    continue
+                spaced.append((request.sampling_params, asked))
+                request.sampling_params.stream_interval = 1
+            due.append(request)
+        try:
+            # SGLang's dataclass(slots=True) replaces the class object, which breaks zero-argument super().
+            SchedulerOutputStreamer.stream_output(self, due, return_logprob, skip_req)
+        finally:
+            for params, asked in spaced:
+                params.stream_interval = asked
 
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[list[dict[str, Any]]]]:
         """Per emitted request what is new to say: its report at its end, nothing while it is still running."""

@@ -76,6 +76,7 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         (("--enable-two-batch-overlap",), r"--enable-two-batch-overlap: each device has"),
         (("--moe-a2a-backend", "deepep", "--tp-size", "2"), r"--moe-a2a-backend none .*: each device has"),
         (("--moe-dense-tp-size", "1", "--tp-size", "2"), r"none of --moe-dense-tp-size, .*: each device has"),
+        (("--dp-size", "2"), r"--dp-size 1: replicas are servers of their own"),
         (("--enable-return-routed-experts",), r"no --enable-return-routed-experts: .* more slots"),
     ],
 )

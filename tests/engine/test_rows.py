@@ -29,7 +29,10 @@ def samplers():
         yield RowSampler(request, info, index)
 
 
-def test_each_request_gets_what_it_asked_for():
+@pytest.mark.parametrize("original", [False, True])
+def test_each_request_gets_what_it_asked_for(monkeypatch, original):
+    """Where the operator wants them from before the temperature, so are those of drafted tokens."""
+    monkeypatch.setattr("sglang.srt.layers.sampler.SGLANG_RETURN_ORIGINAL_LOGPROB", original)
     torch.manual_seed(0)
     own = list(samplers())
     tokens = [[149_998, 3], [4], [0, 1, 2], [149_999], [6, 7]]
@@ -38,7 +41,7 @@ def test_each_request_gets_what_it_asked_for():
     numbers = fetched(asked)
     for sampler, rows, put_out, (asks, top, ids, greedy) in zip(own, logits, tokens, ASKED, strict=True):
         run = sampler.run(put_out, numbers)
-        scale = 1.0 if greedy else float(sampler.info.temperatures[sampler.index])
+        scale = 1.0 if greedy or original else float(sampler.info.temperatures[sampler.index])
         want = (rows[: len(put_out)] / scale).log_softmax(-1)
         assert run.tokens == put_out
         assert run.logprobs == ([want[i, token].item() for i, token in enumerate(put_out)] if asks else [])

@@ -1,5 +1,7 @@
 """What goes along with a request's output: the time of its first token, and its account at its end."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from fathom.runtime.ledger import KvShape, RequestLedger
@@ -13,13 +15,16 @@ class Request:
     def __init__(self, prompt, cached, output=(), ended=False):
         self.origin_input_ids, self.cached_tokens = [7] * prompt, cached
         self.output_ids, self.ended = list(output), ended
+        self.stream, self.send_token_offset = False, 0
+        self.sampling_params = SimpleNamespace(stream_interval=None)
 
     def finished(self):
         return self.ended
 
 
 @pytest.fixture
-def made():
+def made(monkeypatch):
+    monkeypatch.setattr(streamer, "get_serving", lambda: SimpleNamespace(stream_interval=4))
     made = FathomOutputStreamer.__new__(FathomOutputStreamer)
     made.ledger = RequestLedger(KvShape(1, 1))
     return made
@@ -52,3 +57,28 @@ def test_the_first_token_is_stamped_before_it_is_sent(made, monkeypatch):
     ((requests, logprobs, skipped, times),) = sent
     assert (requests, logprobs, skipped) == ([silent, speaking], True, silent)
     assert times[0] is None and times[1] is not None
+
+
+def test_a_stream_is_sent_when_it_has_its_interval(made, monkeypatch):
+    """The first token at once; and SGLang, which counts in multiples, is asked to send what is due as it is."""
+    sent = []
+
+    def stream(self, requests, *_):
+        for request in requests:
+            assert request.ended or not request.stream or request.sampling_params.stream_interval == 1
+            sent.append((request.cached_tokens, len(request.output_ids)))
+            request.send_token_offset = len(request.output_ids)
+
+    monkeypatch.setattr(streamer.SchedulerOutputStreamer, "stream_output", stream)
+    server, own, whole = Request(3, 1), Request(3, 2), Request(3, 3)
+    own.sampling_params.stream_interval = 2
+    server.stream = own.stream = True
+    for tokens in (0, 1, 3, 4, 7, 8, 9, 10):
+        for request in (server, own, whole):
+            request.output_ids = [5] * tokens
+            request.ended = tokens == 10
+            made.stream_output([request], False)
+    assert [tokens for name, tokens in sent if name == 1] == [1, 7, 10]
+    assert [tokens for name, tokens in sent if name == 2] == [1, 3, 7, 9, 10]
+    assert [tokens for name, tokens in sent if name == 3] == [0, 1, 3, 4, 7, 8, 9, 10]  # SGLang's own business
+    assert (server.sampling_params.stream_interval, own.sampling_params.stream_interval) == (None, 2)
