@@ -33,14 +33,21 @@ class Gate:
         drain_seconds: how long running requests may take after SIGTERM.
         max_body_bytes: largest body of a request; that of a generation is bounded where it is read.
         draining: whether the server is ending.
-        in_flight: generation requests inside the server now.
+        background: how many responses are computed that nobody waits for (``"background": true``).
+        in_flight: generation requests that somebody waits for.
     """
 
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     draining: Callable[[], bool] = lambda: False
+    background: Callable[[], int] = lambda: 0
     in_flight: int = 0
+
+    @property
+    def inside(self) -> int:
+        """Generation requests inside the server now."""
+        return self.in_flight + self.background()
 
 
 class AdmissionMiddleware:
@@ -51,16 +58,18 @@ class AdmissionMiddleware:
         self._gate = gate
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path, gate = path_of(scope), self._gate
-        if gate.draining() and path not in ALLOWED_WHILE_DRAINING:
+        if scope["method"] not in ("POST", "PUT"):
+            await self._pass_on(path, scope, receive, send)  # some routes read a body all the same
+        elif gate.draining() and path not in ALLOWED_WHILE_DRAINING:
             await refuse(path, 503, "the server is shutting down", send, DRAIN_RETRY_SECONDS)
         elif path not in GENERATES:
-            await self._pass_on(path, scope, receive, send)
-        elif gate.in_flight >= gate.max_in_flight:
-            message = f"the server is busy: it holds {gate.in_flight} requests, its limit"
+            await self._pass_on(path, scope, receive, with_retry_after(send))
+        elif gate.inside >= gate.max_in_flight:
+            message = f"the server is busy: it holds {gate.inside} requests, its limit"
             await refuse(path, 503, message, send, BUSY_RETRY_SECONDS)
         else:
             place = Place(gate)
@@ -72,12 +81,28 @@ class AdmissionMiddleware:
 
     async def _pass_on(self, path: str, scope: Any, receive: Any, send: Any) -> None:
         limit = self._gate.max_body_bytes
+        too_large = partial(
+            refuse, path, 413, f"the request body is larger than the limit of {limit} bytes", send
+        )
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > limit:
-            message = f"the request body is larger than the limit of {limit} bytes"
-            await refuse(path, 413, message, send)
+            await too_large()
             return
-        await self._app(scope, up_to(limit, receive), with_retry_after(send))
+        body, begun = BoundedBody(limit, receive), False
+
+        async def sent(message: Any) -> None:
+            nonlocal begun
+            if begun or not body.exceeded:
+                begun = True
+                await send(message)
+
+        try:
+            await self._app(scope, body, sent)
+        except Exception:
+            if begun or not body.exceeded:
+                raise
+        if body.exceeded and not begun:
+            await too_large()
 
 
 class Place:
@@ -108,17 +133,21 @@ async def refuse(path: str, status: int, message: str, send: Any, retry_seconds:
     await send({"type": "http.response.body", "body": body})
 
 
-def up_to(limit: int, receive: Any) -> Any:
+class BoundedBody:
     """A ``receive`` for which the client is gone once it has sent more than ``limit`` bytes."""
-    taken = 0
 
-    async def received() -> Any:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        return message if taken <= limit else {"type": "http.disconnect"}
+    def __init__(self, limit: int, receive: Any):
+        self._left, self._receive = limit, receive
 
-    return received
+    @property
+    def exceeded(self) -> bool:
+        """Whether it was more."""
+        return self._left < 0
+
+    async def __call__(self) -> Any:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        return {"type": "http.disconnect"} if self.exceeded else message
 
 
 def with_retry_after(send: Any) -> Any:

@@ -16,13 +16,18 @@ from fathom.server import errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
 from fathom.server.live import HEADERS, REFRESH_SECONDS, Live
-from fathom.server.metrics import TextFormat
+from fathom.server.metrics import Scrapes
 from fathom.server.middleware import PolicyMiddleware
 from fathom.server.version import versions
 
 
 def configure(
-    app: FastAPI, face: Face, gate: Gate, internal_states: Callable[[], Any], model_name: str = ""
+    app: FastAPI,
+    face: Face,
+    gate: Gate,
+    internal_states: Callable[[], Any],
+    look: Callable[[], None],
+    model_name: str = "",
 ) -> None:
     """Add Fathom's part to an application that has not started yet.
 
@@ -31,12 +36,13 @@ def configure(
         face: the server's policy defaults and limits.
         gate: which requests are let in.
         internal_states: coroutine function that asks every scheduler process for its state.
+        look: called before metrics are collected.
         model_name: name under which the model is served.
     """
     # Last is innermost: after authentication and decompression, and inside CORS.
-    app.user_middleware.append(Middleware(TextFormat))
+    app.user_middleware.append(Middleware(Scrapes, look=look))
     app.user_middleware.append(Middleware(AdmissionMiddleware, gate=gate))
-    app.user_middleware.append(Middleware(PolicyMiddleware, face=face))
+    app.user_middleware.append(Middleware(PolicyMiddleware, face=face, model_name=model_name))
     errors.install(app)
 
     async def info() -> dict[str, Any]:
@@ -104,6 +110,15 @@ def launch(server_args: Any, face: Face, gate: Gate, on_ready: Callable[[dict[st
     async def internal_states() -> list[dict[str, Any]]:
         return await http_server.get_global_state().tokenizer_manager.get_internal_state()
 
+    def look() -> None:
+        if (server := http_server.get_global_state()) is not None:
+            server.tokenizer_manager.observe_in_flight()
+
+    def background() -> int:
+        return len(http_server.app.state.openai_serving_responses.background_tasks)
+
+    gate.background = background
+
     def init(*args: Any) -> Any:
         signal.signal(
             signal.SIGQUIT, ending.on_engine_failure
@@ -130,7 +145,7 @@ def launch(server_args: Any, face: Face, gate: Gate, on_ready: Callable[[dict[st
     ollama.install()
     detokenize.install()
     forking.install()
-    configure(http_server.app, face, gate, internal_states, server_args.served_model_name or "")
+    configure(http_server.app, face, gate, internal_states, look, server_args.served_model_name or "")
     watch_start(
         http_server.app, ready.is_set, partial(ending.on_early_end, server_args.host, server_args.port)
     )

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgspec
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -64,6 +65,17 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     _check_range("max_thinking_tokens", obj.max_thinking_tokens, 0, INT32[1])
     _check_labels(obj.custom_labels, labels)
     _check_host(obj.bootstrap_host)
+
+
+def check_id(rid: Any) -> None:
+    """Refuse a request's id that the scheduler would take for a health check's, and not answer while busy.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for each in rid if isinstance(rid, list) else [rid]:
+        if isinstance(each, str) and each.startswith(HEALTH_CHECK_RID_PREFIX):
+            raise ValueError(f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}, which is for health checks")
 
 
 def check_sampling(given: dict[str, Any], vocabulary: int) -> None:

@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,6 +113,34 @@ def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ
     for name, reason in REFUSED_ENVIRONMENT.items():
         if environment.get(name, "").lower() not in ("", "0", "false", "no", "n"):
             raise StartError(f"the environment variable {name} is not supported: {reason}")
+
+
+def refuse_abbreviations(words: Iterable[str], options: Collection[str]) -> None:
+    """Refuse the beginning of an option, which SGLang would take for it and Fathom would not see.
+
+    Args:
+        words: a command line; options: all that there are.
+
+    Raises:
+        StartError: naming the word and the options that it could be.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--") or flag == "--" or flag in options:
+            continue
+        if meant := sorted(option for option in options if option.startswith(flag)):
+            raise StartError(f"{flag} is no option; did you mean {' or '.join(meant[:4])}?")
+
+
+def refuse_odd_keys(arguments: Any) -> None:
+    """Refuse keys that no request can bring: headers are compared as ASCII.
+
+    Raises:
+        StartError: naming the option.
+    """
+    for flag, key in (("--api-key", arguments.api_key), ("--admin-api-key", arguments.admin_api_key)):
+        if key is not None and not key.isascii():
+            raise StartError(f"{flag} must be of ASCII characters")
 
 
 def check_port(host: str, port: int) -> None:

@@ -32,6 +32,7 @@ class Face:
         gpu_prefill: what computes the attention of prefill on a GPU, ``auto``, ``gathered`` or ``triton``.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
+        completes_middles: whether the operator has said how a completion with a suffix is asked for.
         packed_weights: whether the engine has packed weights, which nobody can change or read back.
     """
 
@@ -48,6 +49,7 @@ class Face:
     gpu_prefill: str = "auto"
     history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
+    completes_middles: bool = False
     packed_weights: bool = False
 
     def __post_init__(self) -> None:

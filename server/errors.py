@@ -32,7 +32,9 @@ class ControlError(RuntimeError):
 _SOURCE_PLACE = re.compile(
     r"(\[\d\d:\d\d:\d\d\] )?(File )?\"?/?[\w./-]*/[\w.-]+\.(py|cc|cpp|cu|h|rs)\"?(:|, line )\d+:? ?"
 )
-_PYDANTIC_DETAIL = re.compile(r" \[type=[^\n]*\]$|^ *For further information visit \S+$", re.MULTILINE)
+_PYDANTIC_DETAIL = re.compile(
+    r" \[type=[^\n]*\]$|^ *For further information visit \S+( None)?$", re.MULTILINE
+)
 
 
 def clean(message: str) -> str:

@@ -31,6 +31,8 @@ class KeyFormats:
         path = path_of(scope) if scope["type"] == "http" else ""
         if path.startswith(MESSAGES):
             scope = with_bearer(scope)
+        if scope["type"] == "http":
+            scope = without_odd_keys(scope)
         if path in GENERATES or path.startswith(MESSAGES):
             send = in_format(path, send)
         await self._app(scope, receive, send)
@@ -43,6 +45,13 @@ def with_bearer(scope: Any) -> Any:
         return scope
     bearer = (b"authorization", b"Bearer " + headers[b"x-api-key"])
     return {**scope, "headers": [*scope["headers"], bearer]}
+
+
+def without_odd_keys(scope: Any) -> Any:
+    """The scope without keys that are not ASCII, which no key is and SGLang cannot compare."""
+    if all(value.isascii() for name, value in scope["headers"] if name == b"authorization"):
+        return scope
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] != b"authorization"]}
 
 
 def in_format(path: str, send: Any) -> Any:

@@ -1,6 +1,8 @@
 """Fathom's request metrics, in the registry that SGLang's ``/metrics`` serves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from fathom.server.routes import path_of
@@ -52,7 +54,7 @@ class RequestMetrics:
     """One time series per route and preset. Create it after SGLang chose the metrics folder."""
 
     def __init__(self) -> None:
-        from prometheus_client import Counter, Histogram
+        from prometheus_client import Counter, Gauge, Histogram
 
         self._ttft = Histogram(
             "fathom:time_to_first_token_seconds",
@@ -115,6 +117,11 @@ class RequestMetrics:
             "fathom:requests_total", "Generations by how they ended.", (*LABELS, "outcome")
         )
 
+        self._in_flight = Gauge(
+            "fathom:generations_in_flight",
+            "Generations that wait or run.",
+            multiprocess_mode="livesum",
+        )
         self._propagated = Counter(
             "fathom:propagated_tokens_total",
             "Prompt tokens that FastKV's selection let go on, of requests that asked for one.",
@@ -135,6 +142,10 @@ class RequestMetrics:
             "Prompt entries kept per KV head after prefill, averaged over the layers.",
             LABELS,
         )
+
+    def observe_in_flight(self, generations: int) -> None:
+        """How many generations have not ended, whether the engine has said anything of them or not."""
+        self._in_flight.set(generations)
 
     def count(self, account: Account, outcome: str) -> None:
         """Count one generation that ended with an outcome. The other outcomes are there from then on, and zero:
@@ -183,22 +194,27 @@ class RequestMetrics:
         self._fallbacks.labels(*labels).inc(report.get("dense_fallbacks", 0))
 
 
-UNFINISHED = ("abort", "error", "refused")
+UNFINISHED = ("abort", "error", "refused", "unavailable")
 """Outcomes of generations that did not run to their end."""
 
 OUTCOMES = ("stop", "length", *UNFINISHED)
 
 
 def outcome_of(finish_reason: dict[str, Any]) -> str:
-    """The outcome label of SGLang's finish reason: an abort with a status below 500 is the client's own doing."""
+    """The outcome label of SGLang's finish reason: an abort with a status below 500 is the client's own doing, one
+    with 503 has no room here or no time.
+    """
     kind, status = finish_reason.get("type", "stop"), finish_reason.get("status_code")
     if kind != "abort" or not status:
         return kind
-    return "error" if status >= 500 else "refused"
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return "unavailable"
+    return "error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "refused"
 
 
-class TextFormat:
-    """ASGI middleware: ``/metrics`` in Prometheus's text format, whatever the scraper would rather have.
+class Scrapes:
+    """ASGI middleware: ``/metrics`` in Prometheus's text format, whatever the scraper would rather have, and with
+    what is only looked at then.
 
     As OpenMetrics, prometheus_client writes an underscore for the colon in each name, unless the scraper asks for
     UTF-8 names, as Prometheus does since version 3: dashboards and rules would then find nothing.
@@ -206,11 +222,13 @@ class TextFormat:
 
     ACCEPT = (b"accept", b"text/plain;version=0.0.4")
 
-    def __init__(self, app: Any):
+    def __init__(self, app: Any, look: Callable[[], None]):
         self._app = app
+        self._look = look
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and path_of(scope) == "/metrics":
+            self._look()
             others = [header for header in scope["headers"] if header[0].lower() != b"accept"]
             scope = {**scope, "headers": [*others, self.ACCEPT]}
         await self._app(scope, receive, send)

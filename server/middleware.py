@@ -15,7 +15,15 @@ from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import MALFORMED, raised_by_body, rewrite
-from fathom.server.routes import GENERATE, GENERATION_ROUTES, RESPONSES, WEIGHT_ROUTES, error_body, path_of
+from fathom.server.routes import (
+    COMPLETIONS,
+    GENERATE,
+    GENERATION_ROUTES,
+    RESPONSES,
+    WEIGHT_ROUTES,
+    error_body,
+    path_of,
+)
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -66,9 +74,10 @@ class ClientGone(Exception):
 class PolicyMiddleware:
     """ASGI middleware around SGLang's routes."""
 
-    def __init__(self, app: App, face: Face):
+    def __init__(self, app: App, face: Face, model_name: str = ""):
         self._app = app
         self._face = face
+        self._model_name = model_name
         self._responses: OrderedDict[str, RequestContext] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +96,7 @@ class PolicyMiddleware:
         received_time = time.perf_counter()
         try:
             body = await read_body(scope, receive, self._face.max_body_bytes)
-            body, request, model = take_policy(body, path)
+            body, request, model = take_policy(body, path, self._model_name, self._face.completes_middles)
             policy, left_out = self._face.choose(request)
         except ClientGone:
             return
@@ -140,7 +149,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any, str]:
+def take_policy(
+    body: bytes, path: str = "", served: str = "", middles: bool = False
+) -> tuple[bytes, Any, str]:
     """The body without its ``fathom`` member, that member (None where there is none), and the model it names.
 
     Raises:
@@ -159,11 +170,16 @@ def take_policy(body: bytes, path: str = "") -> tuple[bytes, Any, str]:
     if path == RESPONSES:
         refuse_response(content)
     refuse_count(content)
+    if path == COMPLETIONS:
+        refuse_without_effect(content, middles)
     model = content.get("model")
     name = model if isinstance(model, str) else ""
-    if "fathom" not in content:
+    unnamed = path == RESPONSES and model is None
+    if unnamed:  # as on the other routes; SGLang asks for it by an error of its own
+        content["model"] = served
+    if "fathom" not in content and not unnamed:
         return body, None, name
-    request = content.pop("fathom")
+    request = content.pop("fathom", None)
     return orjson.dumps(content), request, name
 
 
@@ -202,6 +218,14 @@ def refuse_response(content: dict[str, Any]) -> None:
         raise RequestError(
             400, f"max_output_tokens must be an integer >= 1, got {limit}", "max_output_tokens"
         )
+
+
+def refuse_without_effect(content: dict[str, Any], middles: bool) -> None:
+    """Refuse what SGLang takes on its completions route and does not do."""
+    if (best_of := content.get("best_of")) is not None and best_of != (content.get("n") or 1):
+        raise RequestError(400, "best_of is not supported; legal: the value of n", "best_of")
+    if content.get("suffix") and not middles:
+        raise RequestError(400, "suffix needs a server with --completion-template", "suffix")
 
 
 def refuse_count(content: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
@@ -32,6 +33,7 @@ from fathom.server.profile import Profile
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
 MODEL_OPTIONS = ("--model-path", "--model", "--demo")
+DRAFT_OPTIONS = ("--draft-model-path", "--speculative-draft-model-path")
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
@@ -172,7 +174,9 @@ def plan(argv: list[str]) -> Plan:
     if own.config is not None:
         if len(own.config) > 1:
             raise StartError("give only one --config")
-        in_file = config_file.words(own.config[0], MODEL_OPTIONS if models else ())
+        drafted = _draft(own, _engine_parser().parse_known_args(passed_on)[0]) is not None
+        given = (*(MODEL_OPTIONS if models else ()), *(DRAFT_OPTIONS if drafted else ()))
+        in_file = config_file.words(own.config[0], given)
         own, passed_on = parser().parse_known_args([*in_file, *words])
         models = models or _models(own)
     engine, _ = _engine_parser().parse_known_args(passed_on)
@@ -285,6 +289,8 @@ def main(argv: list[str]) -> NoReturn:
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
     server_args = _server_args([*work.engine_flags, *draft_flags], work.face)
     checks.refuse_bypass(server_args)
+    checks.refuse_odd_keys(server_args)
+    work.face.completes_middles = server_args.completion_template is not None
     _learn_limits(work.face, server_args, work.draft is not None)
     _run(work, server_args)
 
@@ -319,6 +325,7 @@ def _server_args(words: list[str], face: Face) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
     from fathom.runtime.sglang_host import engine_args
 
+    checks.refuse_abbreviations(words, engine_args.options())
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
@@ -375,6 +382,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
             flush=True,
         )
 
+    _reach_itself(server_args.url())
     os.environ.setdefault(*KEEP_ALIVE)
     for name in DIAGNOSES:
         os.environ.setdefault(name, "0")
@@ -390,6 +398,14 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     finally:
         ending.stop_children()
     ending.leave(0)
+
+
+def _reach_itself(url: str) -> None:
+    """Let SGLang's warm-up, which asks this server by HTTP, pass by the proxies that the environment names."""
+    others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if others.strip() != "*":
+        host = urlsplit(url).hostname
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (others, host)))
 
 
 def _of_draft(report: dict[str, Any]) -> str:

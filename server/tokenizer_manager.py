@@ -26,7 +26,7 @@ from fathom.server.control import ControlCommunicator
 from fathom.server.errors import ControlError
 from fathom.server.history import Finished
 from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
-from fathom.server.routes import OTHER
+from fathom.server.routes import GENERATES, OTHER, path_of
 
 POLICY_KEY = "fathom"
 """Member of ``custom_params`` that holds the policy, and of ``customized_info`` that holds the report."""
@@ -99,13 +99,16 @@ class FathomTokenizerManager(TokenizerManager):
             ValueError: for a value that the engine could not survive, and for a cache key in the name space that is
                 reserved for policies.
         """
-        if self.is_pause and str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX):
+        context = CURRENT.get()
+        clients = context is not None or (request is not None and path_of(request.scope) in GENERATES)
+        if self.is_pause and not clients and str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX):
             yield await self.get_internal_state()  # generations wait: any other sign of the engine must do
             return
-        context = CURRENT.get()
         if isinstance(obj, GenerateReqInput):
             policy = context.policy if context else self.face.default
             try:
+                if clients:
+                    bounds.check_id(obj.rid)
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
@@ -244,13 +247,22 @@ class FathomTokenizerManager(TokenizerManager):
         metrics.observe_times(account, first_token, end, output_tokens)
         self.face.history.end(ended(account, outcome, prompt_tokens, output_tokens, first_token, end))
 
+    def observe_in_flight(self) -> None:
+        """For the next scrape: an engine that hangs at its first step says nothing of what it was given."""
+        if self.request_metrics is not None:
+            states = self.rid_to_state.values()
+            self.request_metrics.observe_in_flight(
+                sum(account_of(s) is not None and not s.finished for s in states)
+            )
+
     def _handle_abort_req(self, recv_obj: Any) -> None:
         reason = recv_obj.finished_reason or {"type": "abort"}
         self._count_unfinished(self.rid_to_state.get(recv_obj.rid), outcome_of(reason))
         super()._handle_abort_req(recv_obj)
 
     def _release_req_states_on_failure(self, rids: Iterable[str]) -> None:
-        states = [state for rid in rids if (state := self.rid_to_state.get(rid)) is not None]
+        known = (self.rid_to_state.get(rid) for rid in rids)
+        states = [state for state in known if account_of(state) is not None]
         # Once a part was sent to the scheduler, its answer to the abort is what is counted.
         if not any(state.dispatched for state in states):
             outcome = outcome_of_failure(sys.exc_info()[1])

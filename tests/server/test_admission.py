@@ -118,8 +118,46 @@ def test_bodies_of_other_routes_are_bounded(path):
         assert json.loads(declared.sent[1]["body"])["message"].endswith("larger than the limit of 4 bytes")
         await Call(middleware, path, parts=(b"1234",)).task
         assert app.seen["body"] == b"1234"
-        await Call(middleware, path, parts=(b"12345",)).task
-        assert app.seen["type"] == "http.disconnect"
+        for method in ("POST", "GET"):  # some routes read a body of the other kind, too
+            longer = Call(middleware, path, method, parts=(b"12345",))
+            await longer.task
+            assert app.seen["type"] == "http.disconnect"
+            assert longer.status == 413 and len(longer.sent) == 2
+
+    run(scenario())
+
+
+def test_a_body_that_grows_after_the_answer_has_begun_ends_no_answer():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await receive()
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def scenario():
+        call = Call(AdmissionMiddleware(app, Gate(max_body_bytes=4)), "/tokenize", parts=(b"12345",))
+        await call.task
+        assert [message["type"] for message in call.sent] == ["http.response.start", "http.response.body"]
+        assert call.status == 200
+
+    run(scenario())
+
+
+def test_responses_in_the_background_take_places():
+    async def scenario():
+        app, background = App(), [1]
+        gate = Gate(max_in_flight=2, background=lambda: len(background))
+        middleware = AdmissionMiddleware(app, gate)
+        inside = Call(middleware, CHAT)
+        await app.entered.wait()
+        assert gate.inside == 2
+        late = Call(middleware, CHAT)
+        await late.task
+        assert late.status == 503
+        background.clear()
+        app.go.set()
+        again = Call(middleware, CHAT)
+        await asyncio.gather(inside.task, again.task)
+        assert again.status == 200 and gate.inside == 0
 
     run(scenario())
 

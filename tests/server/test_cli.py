@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.config import Limits, PolicyError, without_draft
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host import engine_args, torchvision_ops
 from fathom.server import checks, cli, depth_pages, serve
 from fathom.server.checks import StartError
 
@@ -232,6 +233,35 @@ def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     assert ours.draft_given and sglangs.draft_given
     with pytest.raises(StartError, match="not both"):
         serve.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
+    file = tmp_path / "options.yaml"
+    for in_file in ("draft-model-path", "speculative-draft-model-path"):
+        file.write_text(f"{in_file}: elsewhere")
+        assert serve.plan([str(target), "--config", str(file)]).draft == "elsewhere"
+        for given in ("--draft-model-path", "--speculative-draft-model-path"):
+            assert serve.plan([str(target), "--config", str(file), given, "here"]).draft == "here"
+
+
+def test_the_beginning_of_an_option_is_none():
+    """SGLang would take it for the whole, and Fathom's own checks would not see it."""
+    options = engine_args.options()
+    for word, meant in (
+        ("--hos", "--host"),
+        ("--served-model=x", "--served-model-name"),
+        ("--model-p", "--model-path"),
+        ("--por", "--port"),
+        ("--speculative-draft-model-pa", "--speculative-draft-model-path"),
+    ):
+        with pytest.raises(StartError, match=f"{word.partition('=')[0]} is no option; did you mean {meant}"):
+            checks.refuse_abbreviations(["--tp-size", "2", word], options)
+    checks.refuse_abbreviations(["--host", "x", "--tp-size=2", "--no-such-option", "--", "-h"], options)
+
+
+def test_a_key_that_no_request_can_bring():
+    keys = {"api_key": None, "admin_api_key": None}
+    checks.refuse_odd_keys(SimpleNamespace(**keys))
+    for name, flag in (("api_key", "--api-key"), ("admin_api_key", "--admin-api-key")):
+        with pytest.raises(StartError, match=f"{flag} must be of ASCII characters"):
+            checks.refuse_odd_keys(SimpleNamespace(**keys | {name: "geheïm"}))
 
 
 def test_the_demo_brings_its_draft():

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,9 +148,16 @@ def test_a_dead_engine_ends_the_process_with_a_reason(start_server, tiny_model):
 def test_sigterm_is_heard_when_the_engine_hangs(start_server, tiny_model):
     """As Kubernetes sends it once /health has failed: SGLang waits 15 s for the engine, and ends it."""
     flags = ("--dtype", "float32", "--max-total-tokens", "9000", "--drain-seconds", "1")
-    # By default /health fails after 20 s.
-    server = start_server(tiny_model, *flags, env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"})
+    # By default /health fails after 20 s. It asks itself past a proxy.
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "elsewhere"}
+    server = start_server(tiny_model, *flags, env=proxy | {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"})
     os.kill(server.engine()["pid"], signal.SIGSTOP)
+    assert "\nfathom:generations_in_flight 0.0" in server.client.get("/metrics").text
+    waiting = threading.Thread(
+        target=lambda: server.client.post("/generate", json={"text": "a"}), daemon=True
+    )
+    waiting.start()
     assert server.client.get("/health").status_code == 503
+    assert "\nfathom:generations_in_flight 1.0" in server.client.get("/metrics").text
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(40) == 0

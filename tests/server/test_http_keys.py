@@ -25,6 +25,13 @@ def test_a_key_is_asked_for_before_a_body_is_read(guarded):
     assert reply.status_code == 400
 
 
+def test_a_key_that_is_not_ascii_is_a_wrong_one(guarded):
+    for path, name, value in ((CHAT, b"authorization", "Bearer geheïm"), (MESSAGES, b"x-api-key", "geheïm")):
+        for encoding in ("utf-8", "latin-1"):
+            reply = httpx.post(guarded.url + path, json={}, headers={name: value.encode(encoding)})
+            assert reply.status_code == 401
+
+
 def test_anthropic_clients_send_their_key_in_a_header_of_their_own(guarded):
     claude = anthropic.Anthropic(base_url=guarded.url, api_key="k", max_retries=0, timeout=60)
     ask = {"model": "x", "messages": HELLO}
@@ -38,6 +45,10 @@ def test_a_body_over_the_limit(guarded):
     reply = httpx.post(guarded.url + CHAT, json={"messages": "x" * (1 << 20)}, headers=headers)
     assert reply.status_code == 413
     assert "larger than the limit of 1048576 bytes" in reply.json()["message"]
+    many = iter([b'{"capacity_of_str_len": 1, "session_id": "' + b"x" * (1 << 20), b'"}'])
+    for method, body in (("POST", many), ("GET", b"x" * (1 << 21))):
+        reply = httpx.request(method, guarded.url + "/open_session", content=body, headers=headers)
+        assert reply.status_code == 413
 
 
 def test_the_server_ends_cleanly(guarded):

@@ -24,6 +24,28 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    {
+        GENERATE: {"text": "a", "rid": "HEALTH_CHECK_x"},
+        "/generate ": {"text": ["a", "b"], "rid": ["x", "HEALTH_CHECK"]},
+        "/v1/completions": {"model": "any", "prompt": "a", "rid": "HEALTH_CHECK"},
+        "/vertex_generate": {"instances": [{"text": "a"}], "parameters": {"rid": ["HEALTH_CHECK_y"]}},
+    }.items(),
+)
+def test_an_id_that_is_a_health_checks(server, route, body):
+    """The scheduler would drop it while it is busy, and its client wait for ever."""
+    reply = server.client.post(route.strip(), json=body)
+    assert reply.status_code == 400 and "rid must not begin with HEALTH_CHECK" in reply.text
+    assert server.client.get("/health_generate").status_code == 200
+
+
+def test_a_response_needs_no_model(server):
+    for fathom in ({}, {"fathom": {"preset": "exact"}}):
+        reply = server.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2} | fathom)
+        assert reply.status_code == 200 and reply.json()["usage"]["output_tokens"] == 2
+
+
 @pytest.mark.parametrize(("route", "body"), REFUSED.values(), ids=REFUSED)
 def test_what_the_engine_refuses_has_no_log_probabilities(server, route, body):
     refused = server.client.post(route, json=body)

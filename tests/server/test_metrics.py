@@ -92,7 +92,7 @@ def test_every_outcome_is_there_from_the_first_generation_on(metrics):
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
-    [(400, "refused"), (499, "refused"), (500, "error"), (503, "error"), (None, "abort")],
+    [(400, "refused"), (499, "refused"), (500, "error"), (503, "unavailable"), (None, "abort")],
 )
 def test_an_abort_with_a_status_is_whose_fault_the_status_says(status, outcome):
     assert outcome_of({"type": "abort", "status_code": status}) == outcome

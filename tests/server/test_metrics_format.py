@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, Counter, make_asgi_app
 
-from fathom.server.metrics import TextFormat
+from fathom.server.metrics import Scrapes
 
 # What Prometheus 2 and 3 ask for, and a browser.
 ACCEPT = [
@@ -37,7 +37,7 @@ def test_names_keep_their_colon(accept):
     registry = CollectorRegistry()
     Counter("fathom:things_total", "Things.", registry=registry).inc()
     app = make_asgi_app(registry)
-    headers, body = scrape(TextFormat(app), accept)
+    headers, body = scrape(Scrapes(app, lambda: None), accept)
     assert "\nfathom:things_total 1.0\n" in body
     kind = {name.lower(): value for name, value in headers.items()}[b"content-type"]
     assert kind.startswith(b"text/plain; version=0.0.4")
@@ -58,5 +58,8 @@ def test_other_routes_are_left_alone():
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    scrape(TextFormat(app), b"text/html", "/other")
-    assert seen == [b"text/html"]
+    looks = []
+    scrape(Scrapes(app, lambda: looks.append(1)), b"text/html", "/other")
+    assert seen == [b"text/html"] and not looks
+    scrape(Scrapes(app, lambda: looks.append(1)), b"text/html")
+    assert seen[1:] == [Scrapes.ACCEPT[1]] and looks == [1]

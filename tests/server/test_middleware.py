@@ -83,6 +83,30 @@ def message_of(path, body):
     return body["message"]
 
 
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("best_of", {"best_of": 2}),
+        ("best_of", {"best_of": 3, "n": 2}),
+        ("suffix", {"suffix": "b"}),
+    ],
+)
+def test_what_a_completion_would_not_do_is_refused(client, field, body):
+    caller = client((1, b"{}"))
+    reply = caller.call(COMPLETIONS, {"prompt": "a", **body})
+    assert reply.status == 400 and message_of(COMPLETIONS, reply.json).startswith(field)
+    assert not caller.inner.bodies
+
+
+def test_what_a_completion_does_is_passed_on(client):
+    asked = [{"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None, "suffix": ""}]
+    caller = client((1, b"{}"))
+    for body in asked:
+        assert caller.call(COMPLETIONS, {"prompt": "a", **body}).status == 200
+    caller = client((1, b"{}"), Face(completes_middles=True))
+    assert caller.call(COMPLETIONS, {"prompt": "a", "suffix": "b"}).status == 200
+
+
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 @pytest.mark.parametrize(
     ("policy", "message"),

@@ -109,6 +109,9 @@ class Recorder:
     def observe_tokens(self, account, prompt_tokens, output_tokens):
         self.tokens.append((prompt_tokens, output_tokens))
 
+    def observe_in_flight(self, generations):
+        self.in_flight = generations
+
 
 @pytest.fixture
 def manager(monkeypatch):
@@ -168,7 +171,8 @@ def test_the_first_token_is_the_schedulers_without_streaming(manager, stream, fi
     ("reason", "outcome"),
     [
         ({"type": "abort"}, "abort"),
-        ({"type": "abort", "status_code": 503}, "error"),
+        ({"type": "abort", "status_code": 500}, "error"),
+        ({"type": "abort", "status_code": 503}, "unavailable"),
         ({"type": "abort", "status_code": 400}, "refused"),
         ({"type": "stop", "matched": 1}, "stop"),
         ({"type": "length"}, "length"),
@@ -181,7 +185,7 @@ def test_only_what_ran_to_its_end_is_timed(manager, reason, outcome):
     assert bool(manager.request_metrics.times) == (outcome in ("stop", "length"))
     assert bool(manager.request_metrics.tokens) == (outcome in ("stop", "length"))
     assert [(g.outcome, g.ttft is None) for g in manager.face.history.finished] == [
-        (outcome, outcome in ("abort", "error", "refused"))
+        (outcome, outcome not in ("stop", "length"))
     ]
 
 
@@ -232,6 +236,28 @@ def test_a_client_that_left_is_an_abort_and_counted_once(manager):
     manager.rid_to_state = {"a": state_of(dispatched=True), "b": state_of()}
     manager._release_req_states_on_failure(["a", "b"])
     assert manager.request_metrics.outcomes == [("/generate", "abort")]
+
+
+def test_a_client_that_leaves_while_a_common_prompt_is_computed(manager):
+    """What SGLang sent to cache the prompt is no generation; the three that were to follow are."""
+    manager.rid_to_state = {name: state_of() for name in "abc"} | {"prefix": state_of(dispatched=True)}
+    manager.rid_to_state["prefix"].fathom_account = None
+    try:
+        raise GeneratorExit
+    except GeneratorExit:
+        manager._release_req_states_on_failure(["a", "b", "c", "prefix"])
+    assert manager.request_metrics.outcomes == [("/generate", "abort")] * 3
+
+
+def test_what_has_not_ended_is_in_flight(manager):
+    states = [state_of(), state_of(log_metrics=False), state_of(), state_of()]
+    for state, finished in zip(states, (False, False, True, False), strict=True):
+        state.finished = finished
+    manager.rid_to_state = dict(enumerate(states))
+    manager.observe_in_flight()
+    assert manager.request_metrics.in_flight == 2
+    manager.request_metrics = None
+    manager.observe_in_flight()  # a server without metrics
 
 
 def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
@@ -312,7 +338,7 @@ def test_the_request_that_caches_a_common_prompt_is_sglangs_own():
 
 @pytest.mark.parametrize(
     ("reason", "outcome"),
-    [(None, "abort"), ({"type": "abort", "status_code": 503}, "error"), ({"type": "abort"}, "abort")],
+    [(None, "abort"), ({"type": "abort", "status_code": 503}, "unavailable"), ({"type": "abort"}, "abort")],
 )
 def test_what_the_scheduler_aborts_is_counted(manager, monkeypatch, reason, outcome):
     monkeypatch.setattr(ours.TokenizerManager, "_handle_abort_req", lambda *_: None)
