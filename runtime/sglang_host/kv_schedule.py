@@ -252,13 +252,14 @@ def _counted_beyond(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -
 
     What has to be computed is rounded up to whole tokens at all depths, and there is a page to spare, or, where
     requests ignore their end and nothing is cached, a token. How much there is when a request comes back decides
-    what is rounded: the worst of a page's worth.
+    what is rounded: the worst of a page's worth. What is found in the prefix cache is rounded by itself, to no less
+    than a token at all depths, where it is not there at all of them.
     """
     size, found = allocator.page_size, []
     for length in range(prompt, prompt + size):
         taken = _dense_tokens(pages_held(plan, length, prompt, size), allocator)
         found += [taken - pages_of(length, size) * size + size, taken - length + 1]
-    return max(found)
+    return max(found) + (0 if plan.dense else size)
 
 
 def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | None:
@@ -299,9 +300,9 @@ def truncate(allocator: DepthAllocator, request: Req, longest: int) -> None:
     low, high = 0, min(len(ids), longest)
     if high > 0 and fits(high):  # as most do
         low = high
-    while low < high:
-        middle = (low + high) // 2 + 1
-        low, high = (middle, high) if middle < high and fits(middle) else (low, middle - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
     request.origin_input_ids = ids[:low] if low > 0 else ids
 
 

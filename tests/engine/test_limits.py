@@ -53,6 +53,9 @@ def test_a_prompt_is_cut_to_what_fits_with_its_answer(server, policy):
     shallow = "depth_cutoff" in policy or "prefill_keep_rate" in policy
     assert (answer["prompt_tokens"] > POOL) == shallow, "as much as fits, and no more"
     assert (account["kept_tokens"] < account["prompt_tokens"]) == shallow
+    for more in (0, 1):  # a token more would not fit
+        again = ask(server, prompt_of(1500)[: answer["prompt_tokens"] + more], policy, 30)
+        assert again["prompt_tokens"] == answer["prompt_tokens"]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=json.dumps)

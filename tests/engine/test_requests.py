@@ -107,14 +107,19 @@ class NoCache:
         return lambda *_: name == "is_chunk_cache" and 1
 
 
-def is_let_in(pool, request, out, new, counts):
+def is_let_in(pool, request, out, new, counts, cached=0):
     """Whether SGLang's admission has room for a request that has so many of its new tokens already.
 
-    ``counts``: by what they still may get, as it does of requests which ignore their end, without a prefix cache.
+    ``cached``: tokens of its prompt that were found. ``counts``: by what they still may get, as it does of requests
+    which ignore their end, without a prefix cache.
     """
     full = len(request.origin_input_ids) + out
     request.sampling_params.max_new_tokens, request.sampling_params.ignore_eos = new, counts
-    request.output_ids, request.full_untruncated_fill_ids, request.prefix_indices = [7] * out, [7] * full, []
+    request.output_ids, request.full_untruncated_fill_ids, request.prefix_indices = (
+        [7] * out,
+        [7] * full,
+        [0] * cached,
+    )
     request.kv, request.last_node = SimpleNamespace(holds_kv=False), None
     request.host_hit_length = request.swa_host_hit_length = 0
     adder = kv_schedule.DepthPrefillAdder(
@@ -145,8 +150,8 @@ def test_the_longest_that_fits_is_the_longest_that_is_let_in(fields, prompt, siz
     for out in range(longest - prompt):
         for counts in (False, True):
             assert is_let_in(pool, request, out, longest - prompt, counts), (out, longest, counts)
-    # It is told to within a page.
-    longer = longest + size
+    # It is told to within two pages.
+    longer = longest + 2 * size
     if longer > prompt and -(-longer // size) + 1 < virtual:
         held = pages_held(plan, longer, prompt, size) + plan.spans >= pages
         new, ways = longer - prompt, (False, True)
@@ -159,6 +164,33 @@ def test_the_longest_that_fits_is_the_longest_that_is_let_in(fields, prompt, siz
         for count, enough in ((int(needed), True), (int(needed) - 1, False)):
             other = pool_of(1 << 20, count) if names else pool_of(count, 1 << 20)
             assert (kv_schedule.refuse_what_never_fits(other, request) is None) == enough
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_retention_rate": 0.5},
+        {"depth_cutoff": 2},
+        {"depth_cutoff": 6},
+        {"depth_cutoff": 4, "anchors": "none"},
+    ],
+    ids=str,
+)
+def test_the_longest_that_fits_is_let_in_whatever_of_its_prompt_is_cached(fields, size):
+    """What is cached of its own prompt it cannot push out: where it was not let in, it would wait for ever."""
+    asked = 0
+    for prompt, pages in itertools.product((9, 61, 150), range(20, 600, 29)):
+        request = Request(policy_of(fields), prompt, [])
+        plan, virtual = requests.plan_of(request, LAYERS, SPAN), 200
+        new = kv_schedule.most_tokens(EmptyPool(plan, size, pages, virtual), plan, prompt) - prompt
+        for cached in range(size, min(plan.reusable_tokens(prompt), prompt - 1) + 1, size) if new > 0 else ():
+            rest = EmptyPool(plan, size, pages - plan.shared_spans * cached // size, virtual - cached // size)
+            for out in {0, new - 1}:
+                assert is_let_in(rest, request, out, new, False, cached), (prompt, pages, cached, out)
+            asked += 1
+    assert asked > 50
 
 
 def test_what_is_explained_is_what_the_plan_does():
