@@ -256,6 +256,24 @@ def test_the_beginning_of_an_option_is_none():
     checks.refuse_abbreviations(["--host", "x", "--tp-size=2", "--no-such-option", "--", "-h"], options)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "::1"),
+        ({"no_proxy": "a,b"}, "a,b,::1"),
+        ({"NO_PROXY": "a"}, "a,::1"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_the_server_is_not_asked_through_a_proxy(monkeypatch, given, found):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, given.get(name, ""))
+    serve._reach_itself("http://[::1]:30000")
+    assert os.environ["no_proxy"] == found
+    assert os.environ["NO_PROXY"] == (found if found != "*" else "")
+
+
 def test_a_key_that_no_request_can_bring():
     keys = {"api_key": None, "admin_api_key": None}
     checks.refuse_odd_keys(SimpleNamespace(**keys))

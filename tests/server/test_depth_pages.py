@@ -84,7 +84,9 @@ def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
         else:
             failing = {"launch": lambda *_: (_ for _ in ()).throw(RuntimeError("no such thing"))}
             monkeypatch.setitem(sys.modules, "fathom.server.app", SimpleNamespace(**failing))
-            serve._run(serve.plan(["--demo"]), None)
+            for name in ("no_proxy", "NO_PROXY"):
+                monkeypatch.setenv(name, "elsewhere")
+            serve._run(serve.plan(["--demo"]), SimpleNamespace(url=lambda: "http://127.0.0.1:1"))
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == checks.FAILURE
     assert lines[0].startswith("fathom serve: error: ")
