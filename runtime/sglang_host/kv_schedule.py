@@ -3,6 +3,7 @@
 All of it runs while a batch is composed; a forward only reads the tables.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -230,11 +231,15 @@ class DepthPrefillAdder(PrefillAdder):
         self._saved_before += saved
 
 
-def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
+def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int, pages: int | None = None) -> int:
     """The longest a request can get (prompt and generated tokens) and still be admitted into an empty pool, also
-    when it comes back after it was taken out."""
-    size, pages = allocator.page_size, allocator.memory.pool.total
-    room, beyond = pages // plan.spans * size, _counted_beyond(allocator, plan, prompt)
+    when it comes back after it was taken out, and whatever of its prompt is cached.
+
+    Args:
+        pages: of the pool; None for as many as it has.
+    """
+    size, pages = allocator.page_size, allocator.memory.pool.total if pages is None else pages
+    room, beyond = pages // plan.spans * size, _counted_beyond(allocator, plan, prompt, pages)
     # One page to spare, as SGLang's admission wants it: a virtual one, and a physical one per span.
     low, high = 0, min(max(allocator.virtual_pages - 2, 0) * size, 1 << 31)
     while low < high:
@@ -247,19 +252,24 @@ def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> in
     return low
 
 
-def _counted_beyond(allocator: DepthAllocator, plan: PrefillPlan, prompt: int) -> int:
+def _counted_beyond(allocator: DepthAllocator, plan: PrefillPlan, prompt: int, total: int) -> int:
     """What SGLang's admission counts beyond a request's tokens, generated ones included, before it lets it in.
 
     What has to be computed is rounded up to whole tokens at all depths, and there is a page to spare, or, where
     requests ignore their end and nothing is cached, a token. How much there is when a request comes back decides
-    what is rounded: the worst of a page's worth. What is found in the prefix cache is rounded by itself, to no less
-    than a token at all depths, where it is not there at all of them.
+    what is rounded: the worst of a page's worth. So does what of its prompt is cached, which is rounded by itself:
+    the worst of as many pages as there are spans.
     """
     size, found = allocator.page_size, []
+    hits = range(min(plan.spans, plan.reusable_tokens(prompt) // size) + 1)
+    room = allocator.dense_size(total)
     for length in range(prompt, prompt + size):
-        taken = _dense_tokens(pages_held(plan, length, prompt, size), allocator)
-        found += [taken - pages_of(length, size) * size + size, taken - length + 1]
-    return max(found) + (0 if plan.dense else size)
+        held, counted = pages_held(plan, length, prompt, size), pages_of(length, size) * size
+        found.append(_dense_tokens(held, allocator) - length + 1)
+        for cached in (hit * plan.shared_spans for hit in hits):
+            left = allocator.dense_size(max(total - cached, 0))
+            found.append(_dense_tokens(held - cached, allocator) + room - left - counted + size)
+    return max(found)
 
 
 def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | None:
@@ -273,9 +283,8 @@ def refuse_what_never_fits(allocator: DepthAllocator, request: Req) -> str | Non
             f"The prompt of {prompt} tokens needs {virtual} virtual KV pages of {size} tokens; the pool has "
             f"{allocator.virtual_pages} (--shallow-factor). Use a shorter input."
         )
-    held = pages_held(plan, prompt + 1, prompt, size) + plan.spans + 1
-    counted = -(-(prompt + 2 + _counted_beyond(allocator, plan, prompt)) // size) * plan.spans
-    needed = max(held, counted)
+    enough = range((2 * virtual + 4) * plan.spans)  # retention holds what it copies twice
+    needed = bisect_left(enough, prompt + 1, key=lambda pages: most_tokens(allocator, plan, prompt, pages))
     return (
         f"The prompt of {prompt} tokens needs {needed} KV pages ({size} tokens x {plan.span} layers each); "
         f"the pool has {allocator.memory.pool.total}. Use a shorter input."

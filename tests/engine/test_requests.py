@@ -150,12 +150,22 @@ def test_the_longest_that_fits_is_the_longest_that_is_let_in(fields, prompt, siz
     for out in range(longest - prompt):
         for counts in (False, True):
             assert is_let_in(pool, request, out, longest - prompt, counts), (out, longest, counts)
-    # It is told to within two pages.
-    longer = longest + 2 * size
+    # It is told to within a page, of whatever is cached of the prompt.
+    cached_tokens = range(0, min(plan.reusable_tokens(prompt), plan.spans * size) + 1, size)
+    pools = [
+        (cached, pool_of(pages - plan.shared_spans * cached // size, virtual - cached // size))
+        for cached in cached_tokens
+    ]
+    longer = longest + size
     if longer > prompt and -(-longer // size) + 1 < virtual:
         held = pages_held(plan, longer, prompt, size) + plan.spans >= pages
         new, ways = longer - prompt, (False, True)
-        let_in = (is_let_in(pool, request, out, new, counts) for out in range(new) for counts in ways)
+        let_in = (
+            is_let_in(rest, request, out, new, counts and not cached, cached)
+            for cached, rest in pools
+            for out in range(new)
+            for counts in ways
+        )
         assert held or not all(let_in)
     refused = kv_schedule.refuse_what_never_fits(pool, request)
     assert (refused is None) == (longest > prompt)
