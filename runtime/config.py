@@ -27,6 +27,12 @@ MOST_DRAFTED = 16
 CUSTOM = "custom"
 """Reported as the preset of a policy whose values are no preset's. Not accepted in a request."""
 
+POLICY_KEY = "fathom"
+"""Member of ``custom_params`` that holds a policy, and of an answer's ``meta_info`` that holds the account."""
+
+PROTECTED_KEY = "fathom_protected"
+"""Member of ``custom_params`` that holds ``[[start, stop], ...]``, tokens that a selection must keep."""
+
 
 class PolicyError(ValueError):
     """An illegal policy. The message names the field, the value given and what is legal.
@@ -433,13 +439,6 @@ def _named(policy: Policy, asked: str, limits: Limits, tunings: Mapping[str, Any
         if _fill(name, {}, limits, tunings).policy._values() == policy._values():
             return replace(policy, preset=name)
     return replace(policy, preset=CUSTOM)
-
-
-def parse(
-    request: Any, default: Policy, limits: Limits = Limits(), tunings: Mapping[str, Any] | None = None
-) -> Policy:
-    """The policy of :func:`choose`, where the values of ``default`` are what the operator asked for."""
-    return choose(request, default.differences(), limits, tunings).policy
 
 
 def json_schema() -> dict[str, Any]:

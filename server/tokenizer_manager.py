@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_lora
 
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
-from fathom.runtime.config import Policy
+from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Policy
 from fathom.server import bounds
 from fathom.server.adapters import Adapters, adapter_of
 from fathom.server.context import CURRENT, Face, RequestContext, public
@@ -27,12 +27,6 @@ from fathom.server.errors import ControlError
 from fathom.server.history import Finished
 from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 from fathom.server.routes import GENERATES, OTHER, path_of
-
-POLICY_KEY = "fathom"
-"""Member of ``custom_params`` that holds the policy, and of ``customized_info`` that holds the report."""
-
-PROTECTED_KEY = "fathom_protected"
-"""Member of ``custom_params`` that holds the token ranges a selection must keep."""
 
 MOST_LOGGED = 3
 """SGLang's highest level of logging requests (``--log-requests-level``)."""

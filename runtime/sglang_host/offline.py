@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from fathom.runtime.cache_key import cache_key
-from fathom.runtime.config import Policy
+from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sglang_host import engine_args, process
 
 FLUSH_SECONDS = 30.0
-POLICY_KEY = "fathom"
-"""Member of ``custom_params`` that holds a policy, and of an answer's ``meta_info`` that holds the account."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
+from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY
 from fathom.runtime.fastkv.step import config_of as fastkv_config
 from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.plan import PrefillPlan, Step, build
@@ -14,8 +15,6 @@ from fathom.runtime.specprefill.config import SpecPrefillConfig
 from fathom.runtime.specprefill.select import Span
 from fathom.runtime.specprefill.step import config_of, step
 
-POLICY_KEY = "fathom"  # in SamplingParams.custom_params
-PROTECTED_KEY = "fathom_protected"  # the same: [[start, stop], ...], tokens that a selection must keep
 WHOLE_KEY = "whole/"
 """In the prefix cache's key of a prompt that its policy leaves whole: others of that policy keep less KV."""
 UNPROPAGATED_KEY = "unpropagated/"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fathom.runtime.config import Policy
+from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sfi.trigger import Stretch
 from fathom.runtime.sglang_host import torchvision_ops
 
@@ -64,7 +64,7 @@ class Request:
     def __init__(self, policy, prompt, tokens, ignore_eos=True):
         self.origin_input_ids, self.output_ids = prompt, []
         self.sampling_params = SimpleNamespace(
-            custom_params={requests.POLICY_KEY: policy.to_wire()},
+            custom_params={POLICY_KEY: policy.to_wire()},
             max_new_tokens=tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=[END],

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from fathom.runtime.cache_key import cache_key
-from fathom.runtime.config import Policy
+from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sglang_host import offline, torchvision_ops
-from fathom.runtime.sglang_host.offline import POLICY_KEY, OfflineEngine, Timed
+from fathom.runtime.sglang_host.offline import OfflineEngine, Timed
 
 torchvision_ops.declare()
 

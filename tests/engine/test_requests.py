@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from fathom.runtime import cost
-from fathom.runtime.config import Limits, Policy, PolicyError, choose
+from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Limits, Policy, PolicyError, choose
 from fathom.runtime.kv.memory import pages_held
 from fathom.runtime.sglang_host import kv_schedule, requests
 
@@ -33,7 +33,7 @@ LENGTHS = st.sampled_from([1, 8, 9, 9, 10, 17, 64, 99, 100, 150, BUFFER, BUFFER 
 
 class Request:
     def __init__(self, policy, prompt, protected):
-        custom = {requests.POLICY_KEY: policy.to_wire(), requests.PROTECTED_KEY: protected}
+        custom = {POLICY_KEY: policy.to_wire(), PROTECTED_KEY: protected}
         self.sampling_params = SimpleNamespace(custom_params=custom)
         self.origin_input_ids = [7] * prompt
         self.extra_key = policy.fingerprint()

@@ -15,7 +15,7 @@ from oracles import fastkv as oracle
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-from fathom.runtime.config import Policy
+from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
@@ -50,7 +50,7 @@ def layout():
 
 class Request:
     def __init__(self, row, policy, prompt, output=0, chosen=None):
-        custom = {requests.POLICY_KEY: Policy(**policy).to_wire()}
+        custom = {POLICY_KEY: Policy(**policy).to_wire()}
         self.sampling_params = SimpleNamespace(custom_params=custom, sampling_seed=None)
         self.kv, self.lora_id = SimpleNamespace(req_pool_idx=row), f"adapter {row}"
         self.origin_input_ids = [1000 * row + at for at in range(prompt)]

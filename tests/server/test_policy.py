@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime import config
-from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError, parse
+from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 from fathom.server import flags
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
 LIMITS = Limits(layers=16, span=4, sfi_selected=500)
+
+
+def parse(request, default, limits, tunings=None):
+    """The policy that a request gets, where the operator asked for the values of another."""
+    return config.choose(request, default.differences(), limits, tunings).policy
 
 
 @pytest.fixture
