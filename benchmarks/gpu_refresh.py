@@ -1,10 +1,10 @@
 """How much of SFI's refresh a slow step hides (Slow-Fast Inference, section 4.1), on this machine's GPU.
 
 Some layers of a decode step in which selections are renewed: for each the matrix products of its weights, the
-attention, which keeps the logits of the requests that are renewed, and their Selector, Top-K and packing. The same
-launches as a captured step of the engine, as one CUDA graph, timed without the refresh, with it in the step's own
-stream, and with it on a second one that yields to the first. Hidden is what the second stream saves of what the
-refresh costs in the first:
+attention, which keeps the logits of the requests that are renewed, and their Selector, Top-K and packing; then the
+vocabulary's product. The same launches as a captured step of the engine, as one CUDA graph, timed without the
+refresh, with it in the step's own stream, and with it on a second one that yields to the first. Hidden is what the
+second stream saves of what the refresh costs in the first:
 
     (in order - beside) / (in order - without)
 
@@ -63,7 +63,7 @@ class SlowStep:
     All layers read the same KV and have the same weights, both larger than any L2 cache at the sizes that count.
 
     Attributes:
-        outputs: [batch, hidden], what the last layer gave.
+        outputs: [batch, vocabulary], the logits.
         compact: of each layer the keys and values that fast steps would read.
     """
 
@@ -76,6 +76,7 @@ class SlowStep:
             (size.heads * size.head_dim, size.hidden),
             (size.hidden, 2 * size.intermediate),
             (size.intermediate, size.hidden),
+            (size.hidden, size.vocab),
         ]
         self.weights = [inputs.normal(*each).mul_(each[0] ** -0.5) for each in widths]
         self.hidden = inputs.normal(batch, size.hidden)
@@ -104,7 +105,7 @@ class SlowStep:
     def run(self, lanes: Lanes, refreshes: bool) -> None:
         """All layers, their launches in the order in which the engine gives them to the device."""
         size, x = self.size, self.hidden
-        into, out, up, down = self.weights
+        into, out, up, down, head = self.weights
         selector, executor = SelectorConfig(), RefreshExecutor(lanes)
         with executor.step():
             for compact in self.compact:
@@ -118,7 +119,8 @@ class SlowStep:
                 x = x + attended.flatten(1) @ out
                 gate, wide = (rms_norm(x, (size.hidden,)) @ up).chunk(2, -1)
                 x = x + (silu(gate) * wide) @ down
-        self.outputs = x
+            # The barrier comes behind it: what is still renewed has this for a cover, too.
+            self.outputs = rms_norm(x, (size.hidden,)) @ head
 
     def _refresh(self, evidence: Any, compact: Any, selector: SelectorConfig) -> Callable[[], Any]:
         given = self.pool.pair, compact, self.pool.table, self.who, self.config, selector

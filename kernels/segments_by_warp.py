@@ -9,7 +9,8 @@ of long tables then wait for arithmetic. Here:
   columns: half of the padding, and no barrier but that of the copies. The softmaxes are merged once, at the end.
 - Sums of weights are kept per key until then.
 - Norms are products too: a number's square is the sum of two bfloat16 numbers, exactly, and a matrix of ones adds
-  up what registers hold anyway. They come as a column like the logits', of which one is to spare.
+  up what registers hold anyway. They come as columns like the logits': one of those to spare is stored, or, of a
+  group of 8, which has none, the first.
 - Logits and norms are stored from where the products leave them.
 - Slots are loaded one block ahead of their keys.
 """
@@ -26,7 +27,7 @@ from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
 from fathom.kernels.two_segment_attention import Evidence, SegmentPlan, descriptor
 
 COLUMNS = 8
-"""Of a product, the fewest there can be: a group's heads, one for the norms, padding."""
+"""Of a product, the fewest there can be: a group's heads, one for the norms where one is to spare, padding."""
 DIMS = (64, 128)
 WARPS = 4
 KEYS_PER_BLOCK = 16 * WARPS
@@ -47,7 +48,7 @@ def takes(
         properties = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_multiprocessor < SHARED_MEMORY:
             return False
-    return dtype == torch.bfloat16 and window == 1 and group < COLUMNS and {head_dim, value_dim} <= set(DIMS)
+    return dtype == torch.bfloat16 and window == 1 and group <= COLUMNS and {head_dim, value_dim} <= set(DIMS)
 
 
 @triton.jit
@@ -170,9 +171,14 @@ def _by_warp_kernel(
         # Halves of twice as much: else the compiler makes both one chain of products, each waiting for the last.
         ones, twos = tl.full(q.shape, 1.0, q.dtype), tl.full(q.shape, 2.0, q.dtype)
         square = tl.dot(high, ones) + 0.5 * tl.dot(low, twos)
-        out = tl.where(spare[None, None, :], tl.sqrt(square), products * scale)
+        out = products * scale
+        if GROUP < COLUMNS:
+            out = tl.where(spare[None, None, :], tl.sqrt(square), out)
         index = (begin + t - length).to(tl.int64)
         _store(to[None, None, :] + index[:, :, None] * 4, out, keep[None, None, :] & there[:, :, None], PTX)
+        if GROUP == COLUMNS:
+            norms_at = norms_row.to(tl.int64) + index[:, :, None] * 4 + r[None, None, :] * 0
+            _store(norms_at, tl.sqrt(square), (r == 0)[None, None, :] & (kept >= 0) & there[:, :, None], PTX)
 
     whole = tl.max(top, 0)
     rescale = tl.exp2(top - tl.where(whole == float("-inf"), 0.0, whole)[None, :])
@@ -238,7 +244,11 @@ def specializations() -> list[Specialization]:
         for each in ModelHeads.common()
         if each.dtype == "bf16" and each.head_dim in DIMS
     ]
-    shapes += [("bf16 group 7, values of 64", 7, 128, 64), ("bf16 group 1, keys of 64", 1, 64, 128)]
+    shapes += [
+        ("bf16 group 8", 8, 128, 128),
+        ("bf16 group 7, values of 64", 7, 128, 64),
+        ("bf16 group 1, keys of 64", 1, 64, 128),
+    ]
     found = []
     for name, group, head_dim, value_dim in shapes:
         for captured in (False, True):

@@ -127,10 +127,10 @@ if __name__ == "__main__":
     bf16 = torch.bfloat16
     # The interpreter runs one program after the other.
     key_shares.PIECES_PER_PROCESSOR = 1
-    assert launched(1, 4, 2, 64, bf16, True) and launched(1, 7, 1, 128, bf16, True)
+    assert launched(1, 4, 2, 64, bf16, True) and launched(1, 8, 1, 128, bf16, True)
     for other in (
         (2, 4, 2, 64, bf16, True),
-        (1, 8, 1, 64, bf16, True),
+        (1, 9, 1, 64, bf16, True),
         (1, 4, 2, 32, bf16, True),
         (1, 4, 2, 64, torch.float16, True),
         (1, 4, 2, 64, torch.float32, True),
@@ -140,6 +140,7 @@ if __name__ == "__main__":
     cuts = [7, 1, 40]
     done = compare(8, 2, 128, 128, ROWS, cuts)
     done += compare(7, 1, 64, 128, ROWS, cuts[:2])
+    done += compare(16, 2, 64, 64, ROWS, cuts[:1])  # no column is left for the norms
     done += compare(2, 2, 128, 64, ROWS[:2], [1])
     done += compare(4, 2, 64, 64, ROWS[3:], [5, 100])
     print(done, "comparisons")
