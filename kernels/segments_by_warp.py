@@ -240,20 +240,20 @@ def specializations() -> list[Specialization]:
     tensors = dict.fromkeys(("query", "keys", "values", "compact_keys", "compact_values"), "*bf16")
     types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32", "where": "*i32"}
     shapes = [
-        (each.name, each.heads // each.kv_heads, each.head_dim, each.head_dim)
+        (each.name, each.heads // each.kv_heads, each.head_dim, each.head_dim, captured)
         for each in ModelHeads.common()
         if each.dtype == "bf16" and each.head_dim in DIMS
+        for captured in (False, True)
     ]
     shapes += [
-        ("bf16 group 8", 8, 128, 128),
-        ("bf16 group 7, values of 64", 7, 128, 64),
-        ("bf16 group 1, keys of 64", 1, 64, 128),
+        ("bf16 group 8", 8, 128, 128, True),
+        ("bf16 group 7, values of 64", 7, 128, 64, True),
+        ("bf16 group 1, keys of 64", 1, 64, 128, True),
     ]
     found = []
-    for name, group, head_dim, value_dim in shapes:
-        for captured in (False, True):
-            constants = _constants(group, head_dim, value_dim) | {"THERE": captured, "PTX": True}
-            own = signature(_by_warp_kernel, types | {"pitch": "*i32" if captured else "i32"}, constants)
-            label = f"segments_by_warp {name}{', captured' if captured else ''}"
-            found.append(Specialization(label, _by_warp_kernel, own, constants, OPTIONS))
+    for name, group, head_dim, value_dim, captured in shapes:
+        constants = _constants(group, head_dim, value_dim) | {"THERE": captured, "PTX": True}
+        own = signature(_by_warp_kernel, types | {"pitch": "*i32" if captured else "i32"}, constants)
+        label = f"segments_by_warp {name}{', captured' if captured else ''}"
+        found.append(Specialization(label, _by_warp_kernel, own, constants, OPTIONS))
     return found
