@@ -65,9 +65,7 @@ def refuse_model(model: Any, devices: int) -> None:
     Raises:
         StartError: with the reason, and what serves the model.
     """
-    if not on_gpu():
-        if used():
-            _refuse_without_gpu(model, devices)
+    if not used():
         return
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
@@ -78,10 +76,13 @@ def refuse_model(model: Any, devices: int) -> None:
         "sliding-window layers": model.is_hybrid_swa,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
+        where = "" if on_gpu() else ", on a GPU,"
         raise StartError(
-            f"{model.model_path} has {' and '.join(found)}, which depth pages on a GPU do not take: with {OFF} "
+            f"{model.model_path} has {' and '.join(found)}, which depth pages do not take: with {OFF}{where} "
             "models are served dense, without a draft, by SGLang's own path"
         )
+    if not on_gpu():
+        _refuse_without_gpu(model, devices)
 
 
 def _refuse_without_gpu(model: Any, devices: int) -> None:

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.sglang_host import lora
+from fathom.runtime.sglang_host import lora, split_prefill
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def pays(rows: int, stay: int) -> bool:
 
 def ends_early(runner: "ModelRunner", rows: int, wanted: int) -> bool:
     """Whether the last layer is to compute only keys and values of the rows whose logits nobody wants."""
-    return hasattr(runner.model, "forward_split_prefill") and pays(rows, wanted)
+    return split_prefill.possible(runner.model) and pays(rows, wanted)
 
 
 @torch.no_grad()

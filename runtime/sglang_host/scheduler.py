@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
-from fathom.runtime.sglang_host import bursts, devices, kv_schedule, seams
+from fathom.runtime.sglang_host import attention_layers, bursts, devices, kv_schedule, seams, split_prefill
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -75,7 +75,7 @@ class FathomScheduler(Scheduler):
             server_args=self.server_args, gpu_id=self.ps.gpu_id, ps=self.ps, nccl_port=self.nccl_port
         )
         runner = self.tp_worker.model_runner
-        notice = ignored_window(runner.model_config, runner.sliding_window_size)
+        notice = ignored_window(runner.model_config, attention_layers.window_of(runner))
         if notice and self.ps.tp_rank == 0:
             logger.warning(notice)
 
@@ -268,10 +268,12 @@ class FathomScheduler(Scheduler):
             "KV is not in depth pages on this machine": not isinstance(
                 self.token_to_kv_pool_allocator, DepthAllocator
             ),
-            "the layers of this model cannot be run a few at a time": not hasattr(
-                self.tp_worker.model_runner.model, "forward_split_prefill"
+            "the layers of this model cannot be run a few at a time": not split_prefill.possible(
+                self.tp_worker.model_runner.model
             ),
-            "the model has sliding-window layers": bool(self.tp_worker.model_runner.sliding_window_size),
+            "the model has sliding-window layers": bool(
+                attention_layers.window_of(self.tp_worker.model_runner)
+            ),
             "streaming sessions are on": get_serving().enable_streaming_session,
             "the model is spread over pipeline stages": self.ps.pp_size > 1,
             "the model takes images or sound": config.is_multimodal,

@@ -17,7 +17,7 @@ from fathom.runtime.decode_step import AS_SERVED, Ahead, Entry, Later, Outcome, 
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.rules import RANDOM, Reading
 from fathom.runtime.sfi.trigger import Stretch, trigger_ids, trigger_mask
-from fathom.runtime.sglang_host import devices
+from fathom.runtime.sglang_host import attention_layers, devices
 from fathom.runtime.sglang_host.requests import alternates, policy_of
 from fathom.runtime.sglang_host.rows import drafts
 
@@ -70,7 +70,7 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
     """Why this model or machine cannot decode slow and fast; "" where it can."""
     reasons = {
         "KV is not in depth pages on this machine": not depth_pages,
-        "the model has sliding-window layers": bool(runner.sliding_window_size),
+        "the model has sliding-window layers": bool(attention_layers.window_of(runner)),
         "no tokenizer is loaded": tokenizer is None,
         "streaming sessions are on": get_serving().enable_streaming_session,
         "the model is spread over pipeline stages": ps.pp_size > 1,

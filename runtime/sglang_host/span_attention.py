@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from fathom.kernels.kv_pair import KvPair
 from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.view import Batch, SpanView, Views
+from fathom.runtime.sglang_host import attention_layers
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class SpanAttentionBackend(AttentionBackend):
                 "multi-query attention; this model has "
                 + ("an encoder" if config.is_encoder_decoder else "multi-head latent attention")
             )
+        attention_layers.refuse_scaling(model_runner.model, self.name)
         # SGLang's forward context asks every backend for these two, on behalf of some models.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -177,8 +179,9 @@ class SpanAttentionBackend(AttentionBackend):
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
+        self._refuse(more)
         span_view = self._store(k, v, layer, save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if self.alternating is not None:
@@ -195,8 +198,9 @@ class SpanAttentionBackend(AttentionBackend):
         layer: "RadixAttention",
         forward_batch: "ForwardBatch",
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
+        self._refuse(more)
         span_view = self._store(k, v, layer, save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if layer.layer_id in self.taps:
@@ -269,6 +273,15 @@ class SpanAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """[rows, heads, value_dim] in the query's type, for the rows of the step."""
         return step.attend(layer.layer_id, query, self._pool(layer), span_view, layer.scaling)
+
+    def _refuse(self, asked: dict[str, Any]) -> None:
+        """What a model asks of its attention beside the usual, learnt sinks for example, cannot be left out.
+
+        Raises:
+            NotImplementedError: with its names.
+        """
+        if names := [name for name, value in asked.items() if value is not None]:
+            raise NotImplementedError(f"the {self.name} attention backend has no {', '.join(sorted(names))}")
 
     def _store(
         self, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", save_kv_cache: bool

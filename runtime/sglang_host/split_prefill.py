@@ -1,7 +1,8 @@
 """A model's layers a few at a time, for models that SGLang cannot split itself.
 
 Some of SGLang's models have ``forward_split_prefill``, which runs layers ``start .. end - 1`` on the hidden states
-that the forward batch holds. Others get the same here, out of their own ``forward``: layers before the interval are
+that the forward batch holds. It may refuse, be wrong, or be inherited by a model whose forward does more: that of
+known models alone counts. Others get the same here, out of their own ``forward``: layers before the interval are
 passed over, its first one is given the hidden states, its last one ends the pass.
 """
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fathom.runtime.sglang_host import seams
-from fathom.runtime.sglang_host.split_seams import SEAMS_BY_ARCHITECTURE
+from fathom.runtime.sglang_host.split_seams import CHECKED, SEAMS_BY_ARCHITECTURE
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -85,6 +86,21 @@ class SplitPrefill:
         return step
 
 
+def possible(model: Any) -> bool:
+    """Whether a model's layers can be run a few at a time."""
+    return getattr(model, "forward_split_prefill", None) is not None
+
+
+def distrust(model: torch.nn.Module) -> None:
+    """Take SGLang's ``forward_split_prefill`` from a model of which it is not known to do what forward does."""
+    whole, inner = type(model), type(getattr(model, "model", None))
+    if not hasattr(whole, "forward_split_prefill"):
+        return
+    parts = whole.forward_split_prefill, whole.forward, getattr(inner, "forward", None)
+    if not CHECKED.issuperset(getattr(each, "__module__", None) for each in parts):
+        model.forward_split_prefill = None
+
+
 def install(model: torch.nn.Module) -> None:
     """Give a model the means to run its layers a few at a time, if it lacks them and is known to allow it.
 
@@ -94,8 +110,9 @@ def install(model: torch.nn.Module) -> None:
     Raises:
         SeamError: when SGLang's class is not as we know it.
     """
+    distrust(model)
     needed = SEAMS_BY_ARCHITECTURE.get(type(model).__name__)
-    if needed is None or hasattr(model, "forward_split_prefill"):
+    if needed is None or possible(model):
         return
     for seam in needed:
         seams.check(seam)

@@ -21,6 +21,12 @@ _FAMILIES = {
 }
 
 
+_MODULES = "apertus gemma glm4 llama qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe spark2_5"
+CHECKED = frozenset(f"sglang.srt.models.{name}" for name in _MODULES.split())
+"""Modules whose models are the same a few layers at a time as all at once. Their code was compared, and the answers
+of all but qwen2_moe, sarvam_moe and spark2_5. Of SGLang's others exaone4, gemma2 and gemma3_causal are not."""
+
+
 def _seams_of(module: str, prefix: str, more: str) -> tuple[Seam, ...]:
     inputs = "positions hidden_states forward_batch" + more
     return (

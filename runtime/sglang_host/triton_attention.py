@@ -25,7 +25,7 @@ from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.view import Batch, SpanView, TableView
-from fathom.runtime.sglang_host import devices, flashinfer_prefill
+from fathom.runtime.sglang_host import attention_layers, devices, flashinfer_prefill
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.staging import send
 
@@ -79,7 +79,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
-        if model_runner.sliding_window_size:
+        if attention_layers.window_of(model_runner):
             raise NotImplementedError("the Triton attention backend has no sliding window")
         if model_runner.kv_cache_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotImplementedError(

@@ -24,6 +24,7 @@ from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
 from fathom.runtime.sglang_host import (
+    attention_layers,
     compression,
     decode_graphs,
     devices,
@@ -306,7 +307,7 @@ class FathomWorker(TpModelWorker):
         """Whether a batch of any requests may run a few layers at a time."""
         config, runner = self.model_config, self.model_runner
         plain = config.is_generation and not config.is_multimodal and self.ps.pp_size == 1
-        return plain and not runner.sliding_window_size
+        return plain and not attention_layers.window_of(runner)
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)

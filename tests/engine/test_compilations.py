@@ -81,6 +81,7 @@ class Server:
             model_config=config,
             use_mla_backend=False,
             sliding_window_size=None,
+            model=torch.nn.Module(),
             kv_cache_dtype=dtype,
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=buffers,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from conftest import save_random_model
-from greedy import TOLERANCE
+from greedy import TOLERANCE, body_of
 from interpreted import POLICIES, SERVED, Oracle, ask_all
 from noisy import draft_flags, noisy_copy
 
@@ -61,6 +61,17 @@ def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_dra
     server = start_server(target, *SERVED, *draft_flags(close_draft))
     check_all(server, target, close_draft, triggers)
     assert server.stop() == 0
+
+
+def test_windows_of_which_sglang_tells_nothing(start_server, tmp_path):
+    """Cohere2's layers have some: nobody may decode as if they saw everything."""
+    server = start_server(
+        save_random_model(tmp_path, "Cohere2", hidden_size=128, sliding_window=64, pad_token_id=0), *SERVED
+    )
+    reply = server.client.post("/generate", json=body_of(list(range(6, 150)), {"decode": "slow_fast"}, 4))
+    assert reply.status_code == 400 and "the model has sliding-window layers" in reply.text
+    reply = server.client.post("/generate", json=body_of(list(range(6, 150)), {}, 4))
+    assert reply.status_code == 200, reply.text
 
 
 USED = {"sliding_window": 4096, "use_sliding_window": True}

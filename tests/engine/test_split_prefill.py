@@ -1,10 +1,12 @@
 """Layers a few at a time, out of a model's own forward."""
 
+import importlib
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.models.llama import LlamaModel
 from sglang.srt.utils.offloader import OffloaderV1
 
 from fathom.runtime.sglang_host import split_prefill
@@ -98,3 +100,38 @@ def test_layers_whose_weights_are_offloaded_are_left_alone(monkeypatch):
     for model in models:
         split_prefill.install(model)
     assert [hasattr(model, "forward_split_prefill") for model in models] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "inner", "kept"),
+    [
+        ("llama", "LlamaForCausalLM", "LlamaModel", True),
+        ("llama", "Phi3ForCausalLM", "LlamaModel", True),
+        ("mistral", "MistralForCausalLM", "LlamaModel", True),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel", True),
+        (
+            "teleflm",
+            "TeleFLMForCausalLM",
+            "TeleFLMModel",
+            False,
+        ),  # inherited; its own forward scales embeddings
+        ("nanbeige", "NanbeigeForCausalLM", "NanbeigeModel", False),  # an assertion
+        ("exaone4", "Exaone4ForCausalLM", "Exaone4Model", False),
+        ("olmo2", "Olmo2ForCausalLM", "Olmo2Model", None),
+    ],
+)
+def test_only_what_was_checked_is_trusted(module, name, inner, kept):
+    """SGLang's own means of running a few layers; None where there are none."""
+    found = importlib.import_module(f"sglang.srt.models.{module}")
+    model = bare(getattr(found, name))
+    model.model = bare(vars(found).get(inner, LlamaModel))
+    split_prefill.distrust(model)
+    assert hasattr(model, "forward_split_prefill") == (kept is not None)
+    assert split_prefill.possible(model) == bool(kept)
+
+
+def bare(kind):
+    """An object of SGLang's class without its weights."""
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    return model

@@ -45,6 +45,7 @@ def runner(**changed):
         "model_config": SimpleNamespace(is_encoder_decoder=False),
         "use_mla_backend": False,
         "sliding_window_size": None,
+        "model": torch.nn.Module(),
         "kv_cache_dtype": torch.float32,
         "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(ROWS, LONGEST, dtype=torch.int32)),
         "token_to_kv_pool": Pool(),
@@ -273,6 +274,18 @@ def test_soft_capped_logits_are_refused():
         triton_attention.TritonAttentionBackend(runner()).forward_decode(
             *[torch.zeros(1, 1)] * 3, capped, None
         )
+
+
+@pytest.mark.parametrize("phase", ["forward_decode", "forward_extend"])
+def test_what_a_model_asks_of_its_attention_is_not_left_out(phase):
+    capped = layer(0)
+    capped.logit_cap = 30.0
+    forward = getattr(triton_attention.TritonAttentionBackend(runner()), phase)
+    given = *[torch.zeros(1, 1)] * 3, capped, None
+    with pytest.raises(NotImplementedError, match="the Triton attention backend has no k_rope, sinks"):
+        forward(*given, sinks=torch.zeros(4), k_rope=torch.zeros(1), q_rope=None)
+    with pytest.raises(NotImplementedError, match="soft-capping"):
+        forward(*given, sinks=None)
 
 
 def test_tables_that_grow_in_a_pass_over_drafted_tokens_serve_the_next_step():

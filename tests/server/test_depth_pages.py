@@ -31,16 +31,18 @@ def model(request, tmp_path):
     return ModelConfig(str(tmp_path)), reason
 
 
+@pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_a_model_that_depth_pages_on_a_gpu_do_not_take(model, monkeypatch):
+def test_a_model_that_depth_pages_do_not_take(model, gpu, monkeypatch):
     config, reason = model
-    depth_pages.refuse_model(config, 1)  # there is no GPU here
-    monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
+    monkeypatch.setattr(depth_pages, "on_gpu", lambda: gpu)
     if not reason:
         depth_pages.refuse_model(config, 1)
         return
     with pytest.raises(StartError, match=f" has {reason}, which depth pages .*--no-gpu-depth-pages"):
         depth_pages.refuse_model(config, 1)
+    monkeypatch.setattr(depth_pages, "used", lambda: False)
+    depth_pages.refuse_model(config, 1)
 
 
 def test_it_is_asked_before_the_model_is_loaded(monkeypatch):

@@ -1,0 +1,47 @@
+"""What the attention layers of a model ask for, and what is refused of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from fathom.runtime.sglang_host import attention_layers, slow_fast
+
+
+def attention(number, window=-1):
+    return RadixAttention(4, 16, 0.25, 2, number, sliding_window_size=window)
+
+
+def runner(model, window=None):
+    return SimpleNamespace(model=model, sliding_window_size=window)
+
+
+@pytest.mark.parametrize(
+    ("windows", "told", "longest"),
+    [([-1, -1], None, 0), ([-1, 512, 128], None, 512), ([-1], 4096, 4096), ([None, 0], None, 0)],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_window_is_known_from_the_layers(windows, told, longest, beside, monkeypatch):
+    serving = SimpleNamespace(enable_streaming_session=False)
+    monkeypatch.setattr(slow_fast, "get_serving", lambda: serving)
+    layers = {number: attention(number, window) for number, window in enumerate(windows)}
+    model = torch.nn.Module()
+    if beside:  # as SGLang has them where Transformers implements the model
+        model.attention_instances = layers
+    else:
+        model.layers = torch.nn.ModuleList(layers.values())
+    assert attention_layers.window_of(runner(model, told)) == longest
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+    given = SimpleNamespace(**vars(runner(model, told)), model_config=config)
+    reason = slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
+    assert ("sliding-window layers" in reason) == (longest > 0)
+
+
+@pytest.mark.parametrize(("changed", "value"), [("use_irope", True), ("xai_temperature_len", 1024)])
+def test_attention_that_is_scaled_by_positions_is_refused(changed, value):
+    model = torch.nn.ModuleList([attention(0), attention(1)])
+    attention_layers.refuse_scaling(model, "Fathom")
+    setattr(model[1], changed, value)
+    with pytest.raises(NotImplementedError, match="the Fathom attention backend does not scale attention"):
+        attention_layers.refuse_scaling(model, "Fathom")
