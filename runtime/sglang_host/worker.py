@@ -32,6 +32,7 @@ from fathom.runtime.sglang_host import (
     gpu_memory,
     gpu_streams,
     kv_schedule,
+    longrope,
     passes,
     slow_fast,
     split_prefill,
@@ -93,6 +94,7 @@ class FathomWorker(TpModelWorker):
         self.ledger = RequestLedger(self._kv_shape())
         if isinstance(self.allocator, DepthAllocator):
             split_prefill.install(self.model_runner.model)
+            longrope.settle(self.model_runner.model, self.model_config.context_len)
             lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
             lifetime.closed.append(self.ledger.let_go)
             if not self.lacks_slow_fast():

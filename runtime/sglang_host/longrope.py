@@ -1,0 +1,36 @@
+"""One table of rotations for all requests of a model with longrope (Phi-3 and Phi-4-mini of 128K).
+
+Such a model has frequencies for short prompts and others for long ones. SGLang takes the latter for a whole batch
+once one of its tokens lies beyond the short prompts' positions: how a token is rotated, and what others find of its
+KV in the prefix cache, would depend on the chunk and on the neighbours that it came with. Here it depends on the
+longest request that the server takes, and on nothing else.
+"""
+
+import logging
+
+import torch
+from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
+
+logger = logging.getLogger(__name__)
+
+
+def settle(model: torch.nn.Module, longest: int) -> None:
+    """Let all tokens be rotated by the table for long prompts, if there may be any.
+
+    Args:
+        longest: tokens of the longest request, ``--context-length``.
+    """
+    told = False
+    for layer in model.modules():
+        if not isinstance(layer, Phi3LongRoPEScaledRotaryEmbedding):
+            continue
+        short, table = layer.original_max_position_embeddings, layer.long_cos_sin_cache
+        if longest <= short or layer.long_short_cos_sin_cache is table:
+            continue
+        layer.long_short_cos_sin_cache, layer.original_max_position_embeddings = table, len(table)
+        if not told:
+            told = True
+            logger.warning(
+                f"short prompts are rotated as long ones, since requests may have {longest} tokens; with "
+                f"--context-length {short} all are rotated as short ones"
+            )
