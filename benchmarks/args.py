@@ -25,7 +25,8 @@ SLACK = 64
 
 
 def _counts(text: str) -> list[int]:
-    return [token_count(part) for part in text.split(",")]
+    """Numbers with commas between them, each once."""
+    return list(dict.fromkeys(token_count(part) for part in text.split(",")))
 
 
 def result_file(text: str) -> Path:

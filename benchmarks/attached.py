@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fathom.benchmarks import liveness
-from fathom.benchmarks.client import BenchError, Reply
+from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.model import Shape, shape_from
 from fathom.benchmarks.servers import Server
 from fathom.benchmarks.variants import Variant, with_flags
-
-KNOWN_SHARE = 1 / 16
-"""Of a prompt that may be in the prefix cache before it is asked: what all chats begin with."""
 
 
 def attach(variant: Variant, url: str, key: str | None = None) -> Server:
@@ -83,12 +80,3 @@ def _config(path: str) -> dict[str, Any]:
         raise BenchError(
             f"the configuration of the server's model {path} cannot be read here: {error}"
         ) from None
-
-
-def check_fresh(server: Server, reply: Reply) -> None:
-    """BenchError for an answer whose prompt the server knew before: its time to first token means nothing."""
-    if reply.fathom is not None and reply.fathom["cached_tokens"] > reply.prompt_tokens * KNOWN_SHARE:
-        raise BenchError(
-            f"{server.variant.name}: {reply.fathom['cached_tokens']} of {reply.prompt_tokens} tokens were in the "
-            "prefix cache; two policies that are the same, or the --seed of an earlier run"
-        )

@@ -9,6 +9,8 @@ from fathom.benchmarks.client import BenchError, Reply
 from fathom.benchmarks.servers import Server
 
 _OURS = "fathom.runtime."
+CHANCE_SHARE = 1 / 16
+"""Of a prompt's own tokens that may be in the prefix cache: another one may begin like it by chance."""
 _SGLANG_FACTS = (
     *("version", "attention_backend", "chunked_prefill_size", "max_total_num_tokens", "page_size"),
     *("disable_overlap_schedule", "disable_radix_cache", "sampling_backend"),
@@ -91,6 +93,19 @@ def check_cached(server: Server, reply: Reply, tokens: int) -> None:
         raise BenchError(
             f"{server.variant.name}: {reply.fathom['cached_tokens']} tokens of the document were cached, "
             f"expected {tokens} of {reply.prompt_tokens}: this policy cannot be measured with --documents"
+        )
+
+
+def check_fresh(server: Server, reply: Reply, known: int) -> None:
+    """BenchError for a prompt of which the server had more than the `known` tokens: its times mean nothing."""
+    if reply.fathom is None:
+        return
+    cached, own = reply.fathom["cached_tokens"], reply.prompt_tokens - known
+    if cached > known + max(1, own * CHANCE_SHARE):
+        raise BenchError(
+            f"{server.variant.name}: {cached} of {reply.prompt_tokens} tokens were in the prefix cache; two "
+            "policies that are the same, or the --seed of an earlier run"
+            + (f" (expected at most {known})" if known else "")
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import httpx
 
-from fathom.benchmarks import attached, client, liveness, stats
+from fathom.benchmarks import client, liveness, stats
 from fathom.benchmarks.client import BenchError, Reply
 from fathom.benchmarks.prompts import TAIL, Cell, Prompts, Settings
 from fathom.benchmarks.servers import Server, wait_quiet
@@ -97,8 +97,8 @@ class Bench:
             replies = await self._send(name, prompts, output)
         for reply in replies:
             liveness.check_reply(self.servers[name], reply)
-            if process is None and not self.settings.cached:
-                attached.check_fresh(self.servers[name], reply)
+            if round_index >= 0:
+                liveness.check_fresh(self.servers[name], reply, self.settings.known(reply.prompt_tokens))
             if self.settings.documents:
                 liveness.check_cached(self.servers[name], reply, cell.prompt - 2 * TAIL)
         self.advance(f"{cell.prompt} x{cell.batch} {name}")

@@ -11,6 +11,9 @@ from fathom.benchmarks.model import FIRST_WORD
 TAIL = 16
 """Tokens at the end of a prompt that are its own where it begins like a document that others have too."""
 
+CHAT = 32
+"""Tokens at the beginning of a question that all conversations may begin with."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -51,6 +54,12 @@ class Settings:
         """Whether a server has seen a part of each prompt before its turn."""
         return self.documents > 0 or self.shared_prefix > 0
 
+    def known(self, prompt: int) -> int:
+        """Tokens of a prompt that a server may have seen before its turn."""
+        if self.documents:
+            return prompt - TAIL
+        return CHAT if self.task else int(prompt * self.shared_prefix)
+
 
 Prompts = Callable[[Cell, int], tuple[list[list[int]], list[list[int]]]]
 """Shared prefixes and prompts of one round of a cell: the same for each variant, prompts new in each round."""
@@ -88,8 +97,8 @@ def question_prompts(model: str, settings: Settings) -> Prompts:
     tokenizer = load_tokenizer(model)
 
     def prompts(cell: Cell, round_index: int) -> tuple[list[list[int]], list[list[int]]]:
-        seed = settings.seed + 1000 * (round_index + settings.warmups + 1)
-        samples = eval_samples(settings.task, cell.prompt, cell.batch, seed, tokenizer)
+        source = random.Random(f"{settings.seed}/{cell.prompt}/{cell.batch}/{round_index}")
+        samples = eval_samples(settings.task, cell.prompt, cell.batch, source.getrandbits(63), tokenizer)
         return [], [prompt_ids(tokenizer, sample.messages) for sample in samples]
 
     return prompts

@@ -52,6 +52,7 @@ def report(body, common):
     kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
     tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
     cached = common if args.lie != "no cache" else 0
+    cached = n if args.lie == "cached" else cached
     return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_read_tokens": 0, "draft_tokens": 0}
 
 

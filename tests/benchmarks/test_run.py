@@ -188,6 +188,7 @@ def test_documents_are_read_once_by_each_variant(tmp_path, monkeypatch, speed_is
     [
         ("stock scheduler", [], "does not run Fathom's own"),
         ("no report", [], "without the fathom object"),
+        ("cached", [], "64 of 64 tokens were in the prefix cache"),
         ("silent fallback", ["--policy", 'half={"depth_cutoff": 1}'], "was served dense"),
         ("idle worker", [], "its worker saw 0 of"),
     ],
