@@ -30,7 +30,7 @@ from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
 from fathom.benchmarks.prompts import Cell, Prompts, Settings, question_prompts, random_prompts
-from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, with_flags
+from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, asked_exact, with_flags
 
 
 def chosen_variants(args: argparse.Namespace) -> list[Variant]:
@@ -109,7 +109,7 @@ def start_all(
 def attach_all(variants: list[Variant], args: argparse.Namespace) -> list[servers.Server]:
     """The servers that `--url` names, one for each variant."""
     urls = dict(args.url)
-    return [attached.attach(variant, urls[variant.engine], args.api_key) for variant in variants]
+    return [attached.attach(asked_exact(variant), urls[variant.engine], args.api_key) for variant in variants]
 
 
 def measure(

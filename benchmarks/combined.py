@@ -11,6 +11,7 @@ from fathom.benchmarks import fidelity, fidelity_args, plot_combined, plot_fidel
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.fidelity_report import ALL_TASKS
 from fathom.benchmarks.stats import percentile
+from fathom.benchmarks.variants import DENSE
 
 RATIOS = ("ttft", "tpot", "e2e")
 
@@ -120,7 +121,8 @@ def rows(result: dict) -> list[Row]:
     known = result.get("fidelity", {"policies": {}})
     bodies = {variant["name"]: variant["body"].get("fathom", {}) for variant in result["variants"]}
     policies = {name: body for name, body in bodies.items() if body}
-    dense = next((v["name"] for v in result["variants"] if not v["body"] and "engine" in v["identity"]), None)
+    ours = [variant["name"] for variant in result["variants"] if "engine" in variant["identity"]]
+    dense = next((name for name in ours if bodies[name] in DENSE), None)
     if dense is None:
         raise ValueError("nothing to compare with: the run has no dense Fathom")
     found = []
@@ -131,9 +133,9 @@ def rows(result: dict) -> list[Row]:
             if name != dense
         }
         for variant in result["variants"]:
-            name, ours = variant["name"], "engine" in variant["identity"]
+            name = variant["name"]
             parts = _parts(policies, name) if name in policies else ()
-            score = _score(known, bodies[name]) if ours else {}
+            score = _score(known, bodies[name]) if name in ours else {}
             found.append(
                 Row(
                     cell["prompt_tokens"],

@@ -72,8 +72,10 @@ class Bench:
     async def _send(self, name: str, prompts: list[list[int]], output: int) -> list[Reply]:
         server = self.servers[name]
         server.check_alive()
-        body, limit, ends = server.variant.body, self.settings.limit, bool(self.settings.task)
-        body = {"model": server.model, **body}
+        limit, ends = self.settings.limit, bool(self.settings.task)
+        # Policies that leave the same KV would find each other's prompts.
+        salt = {"cache_salt": f"bench/{name}"} if name in self.shared else {}
+        body = {"model": server.model, **salt, **server.variant.body}
         replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
         self.sent[name] += len(replies)
         return replies
@@ -86,12 +88,14 @@ class Bench:
 
     async def _turn(self, name: str, cell: Cell, round_index: int, output: int) -> Turn:
         prefixes, prompts = self.prompts(cell, round_index)
-        if prefixes and not self.settings.documents:
-            await self._send(name, prefixes, 2)
         wait_quiet(list(self.servers.values()))
         process = self.servers[name].process
-        if process is not None and name in self.shared and not self.settings.cached:
-            await self._forget(name)
+        if not self.settings.documents:
+            if process is not None and name in self.shared:
+                await self._forget(name)
+            if prefixes:
+                await self._send(name, prefixes, 2)
+                wait_quiet(list(self.servers.values()))
         sampler = None if process is None else Sampler(process.pid)
         with sampler or nullcontext():
             replies = await self._send(name, prompts, output)
@@ -115,11 +119,12 @@ class Bench:
     async def cell(self, cell: Cell) -> list[Turn]:
         """All counted turns of one cell, in the order they were taken."""
         shortest = min(self.settings.warmup_prompt or cell.prompt, cell.prompt)
+        warm, output = Cell(shortest, cell.batch), min(_WARMUP_OUTPUT, self.settings.output)
         for warmup in range(self.settings.warmups):
+            # Cells whose warm-ups are of the same length do not share their prompts.
+            number = -1 - warmup - self.settings.warmups * cell.prompt
             for name in self.servers:
-                await self._turn(
-                    name, Cell(shortest, cell.batch), -1 - warmup, min(_WARMUP_OUTPUT, self.settings.output)
-                )
+                await self._turn(name, warm, number, output)
         turns = []
         for round_index in range(self.settings.rounds):
             for name in stats.order(list(self.servers), round_index):

@@ -9,6 +9,9 @@ from pathlib import Path
 from fathom.benchmarks.client import MODEL_NAME
 from fathom.runtime.presets import EXACT, PRESETS
 
+DENSE: tuple[dict, ...] = ({}, {"preset": EXACT})
+"""The `fathom` objects that ask for nothing to be dropped."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -36,7 +39,7 @@ class Variant:
     @property
     def dense(self) -> bool:
         """Whether its requests ask for nothing to be dropped."""
-        return self.policy in ({}, {"preset": "exact"})
+        return self.policy in DENSE
 
     @property
     def drafted(self) -> bool:
@@ -111,6 +114,12 @@ KNOWN = {variant.name: variant for variant in (SGLANG, VLLM, FATHOM)}
 def with_body(name: str, fathom: dict) -> Variant:
     """Fathom's server with this `fathom` object in every request."""
     return replace(FATHOM, name=name, body={"fathom": fathom})
+
+
+def asked_exact(variant: Variant) -> Variant:
+    """The variant for a server that may have a preset of its own: a Fathom one without a policy asks for exact."""
+    asks = variant.engine != "fathom" or variant.policy
+    return variant if asks else replace(variant, body={"fathom": {"preset": EXACT}})
 
 
 def with_flags(variant: Variant, flags: list[str]) -> Variant:

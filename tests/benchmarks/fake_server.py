@@ -22,6 +22,7 @@ parser.add_argument("--first", type=float, default=0.0)
 parser.add_argument("--each", type=float, default=0.0)
 parser.add_argument("--lie", default="")
 parser.add_argument("--model", default="")
+parser.add_argument("--preset", default="exact")
 args = parser.parse_args()
 
 SCHEDULER = "sglang.Scheduler" if args.lie == "stock scheduler" else "fathom.runtime.host.FathomScheduler"
@@ -47,23 +48,28 @@ async def fathom_info(request):
 
 
 def report(body, common):
-    """Half of the prompt is kept when a policy asks for anything."""
+    """Half of the prompt is kept when a policy, or else the server's own, asks for anything."""
     n = len(body["prompt"])
-    kept = n // 2 if body.get("fathom") and args.lie != "silent fallback" else n
+    policy = body.get("fathom") or {"preset": args.preset}
+    kept = n // 2 if policy != {"preset": "exact"} and args.lie != "silent fallback" else n
     tokens = {"prompt_tokens": n, "kept_tokens": kept, "kv_bytes": kept, "kv_bytes_dense": n}
     cached = common if args.lie != "no cache" else 0
     cached = n if args.lie == "cached" else cached
     return {**tokens, "cached_tokens": cached, "fast_steps": 0, "draft_read_tokens": 0, "draft_tokens": 0}
 
 
-def policy_of(body):
-    return "" if args.lie == "one cache" else json.dumps(body.get("fathom", {}))
+def cache_of(body):
+    """Policies that differ in their decoding alone leave the same KV."""
+    if args.lie == "one cache":
+        return ""
+    kept = {name: value for name, value in body.get("fathom", {}).items() if name != "decode"}
+    return json.dumps([kept, body.get("cache_salt")])
 
 
 def common_with_earlier(body):
     """Tokens at the beginning that some earlier prompt under this policy began with too."""
     found, prompt = 0, body["prompt"]
-    for other in earlier.get(policy_of(body), []):
+    for other in earlier.get(cache_of(body), []):
         same = next((i for i, (a, b) in enumerate(zip(other, prompt, strict=False)) if a != b), len(other))
         found = max(found, same)
     return found
@@ -97,7 +103,7 @@ async def completions(request):
     print(f"of {body['model']}", flush=True)
     print(f"asked {len(body['prompt'])}", flush=True)
     common = common_with_earlier(body)
-    earlier.setdefault(policy_of(body), []).append(body["prompt"])
+    earlier.setdefault(cache_of(body), []).append(body["prompt"])
     return StreamingResponse(stream(body, common), media_type="text/event-stream")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fathom.benchmarks import attached, cli, model, report, servers, variants
+from fathom.benchmarks import attached, cli, measure, model, report, servers, variants
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 HALF = ["--policy", 'half={"depth_cutoff": 1}']
@@ -97,6 +97,45 @@ def test_another_run_has_other_prompts(tmp_path, start, capsys):
     assert bench(tmp_path, "--url", url, "--seed", "5")[0] == 1
     assert "64 of 64 tokens were in the prefix cache" in capsys.readouterr().err
     assert bench(tmp_path, "--url", url, "--documents", "1")[0] == 0
+
+
+SFI = ["--policy", 'sfi={"decode": "slow_fast"}']
+
+
+def cached(result):
+    return {r["fathom"]["cached_tokens"] for c in result["cells"] for t in c["turns"] for r in t["requests"]}
+
+
+def test_policies_that_leave_the_same_kv_do_not_find_each_others_prompts(tmp_path, start):
+    url, _ = start()
+    code, result = bench(tmp_path, "--url", url, *SFI, "--seed", "1", "--warmup-prompt", "20")
+    assert code == 0 and max(cached(result)) <= 4
+    code, result = bench(tmp_path, "--url", url, *SFI, "--seed", "2", "--shared-prefix", "0.5")
+    assert code == 0 and cached(result) <= {32, 33, 34}
+
+
+def test_a_servers_own_preset_is_not_measured_as_dense(tmp_path, start):
+    url, _ = start("fathom", "--preset", "balanced")
+    code, result = bench(tmp_path, "--url", url, *HALF)
+    assert code == 0
+    assert [v["body"]["fathom"] for v in result["variants"]] == [{"preset": "exact"}, {"depth_cutoff": 1}]
+    assert "fathom/half" in result["cells"][0]["ratios"]
+
+
+def test_warm_ups_of_one_length_are_new_in_each_cell(tmp_path, start):
+    url, _ = start()
+    two = ["--prompts", "64,96", "--warmup-prompt", "40", "--warmups", "2"]
+    seen = []
+
+    def note(self, name, prompts, output, send=measure.Bench._send):
+        seen.extend(tuple(prompt) for prompt in prompts)
+        return send(self, name, prompts, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure.Bench, "_send", note)
+        assert bench(tmp_path, "--url", url, *two)[0] == 0
+    warm = [prompt for prompt in seen if len(prompt) == 40]
+    assert len(warm) == len(set(warm)) == 2 * 2 * (1 + 2)
 
 
 def test_two_engines_that_run(tmp_path, start):

@@ -69,6 +69,14 @@ def test_the_page_and_the_picture_show_every_policy(tmp_path):
         assert paths[0].read_bytes().startswith(b"\x89PNG")
 
 
+def test_dense_may_be_asked_for_by_name():
+    result = run_of(known(exact={"preset": "exact"}))
+    result["variants"][1]["body"] = {"fathom": {"preset": "exact"}}
+    rows = {row.variant: row for row in combined.rows(result)}
+    assert rows["fathom"].ratios == {} and rows["fathom"].exact == 0.75
+    assert rows["a"].ratios["ttft"] == pytest.approx((8 / 4 + 16 / 4) / 2)
+
+
 def test_a_run_without_dense_fathom_compares_nothing():
     result = run_of(known())
     result["variants"] = result["variants"][:1]

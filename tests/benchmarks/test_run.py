@@ -168,6 +168,17 @@ def test_variants_share_a_server_that_forgets_before_each_turn(tmp_path, monkeyp
     assert log.count("asked 64") == sum(len(turn["requests"]) for turn in turns)
 
 
+def test_on_one_server_each_variant_finds_the_shared_prefix_and_no_more(tmp_path, monkeypatch):
+    use_fakes(monkeypatch)
+    flags = ["--policy", 'sfi={"decode": "slow_fast"}', "--variants", "fathom", "--one-server"]
+    code, result = bench(tmp_path, *flags, "--shared-prefix", "0.5")
+    assert code == 0
+    turns = [turn for cell in result["cells"] for turn in cell["turns"]]
+    assert {r["fathom"]["cached_tokens"] for turn in turns for r in turn["requests"]} <= {32, 33, 34}
+    log = (tmp_path / "cache" / "logs" / "fathom.log").read_text()
+    assert log.count("forgot") == log.count("asked 32") == len(turns) + 2 * len(result["cells"])
+
+
 def test_documents_are_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
     use_fakes(monkeypatch)
     flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom", "--documents", "2"]
