@@ -44,9 +44,10 @@ def chosen_variants(args: argparse.Namespace) -> list[Variant]:
     if urls and (unnamed := [name for name in needed if name not in urls]):
         raise ValueError(f"--url names no {unnamed[0]} server; it names {', '.join(urls)}")
     variants = {name: variant for name, variant in KNOWN.items() if name in names}
-    variants |= {variant.name: variant for variant in args.policy}
-    if args.poor_draft:
-        variants[args.poor_draft.name] = args.poor_draft
+    for variant in [*args.policy, *([args.poor_draft] if args.poor_draft else [])]:
+        if variant.name in variants:
+            raise ValueError(f"two variants are called {variant.name!r}; give each policy a name of its own")
+        variants[variant.name] = variant
     for name, flags in args.server_flags:
         if name not in variants:
             raise ValueError(f"--server-flags {name}=…: the servers of this run are {', '.join(variants)}")

@@ -139,9 +139,30 @@ def _left_out(report: dict) -> str | None:
         return "the prompt was too long for the buffer of hidden states"
     if report.get("dense_fallbacks"):
         return "no compact buffer was free"
+    if missing := _whole(policy, report):
+        return missing
     # Whether it pays to propose anything is decided by request; that takes a draft that reads along.
     if policy.get("speculative") and not report["draft_read_tokens"]:
         return "the draft has read nothing"
     if policy.get("decode") == "slow_fast" and not policy["speculative"] and not report["fast_steps"]:
         return "no step was fast"
+    return None
+
+
+def _whole(policy: dict, report: dict) -> str | None:
+    """What keeps less of a prompt, and kept all of this one."""
+    prompt, rate = report["prompt_tokens"], policy.get("prefill_keep_rate", 1)
+    if rate != 1:
+        if prompt < policy.get("min_prompt_tokens", 0):
+            return f"SpecPrefill leaves prompts below min_prompt_tokens {policy['min_prompt_tokens']} whole"
+        if not report["draft_read_tokens"]:
+            return "the draft has read nothing"
+        if rate != "auto" and report["kept_tokens"] == prompt:
+            return "SpecPrefill kept the whole prompt"
+    if policy.get("tsp_rate", 1) != 1 and report.get("propagated_tokens", 0) is None:
+        return "FastKV let the whole prompt go on"
+    if policy.get("kv_retention_rate", 1) != 1 and report.get("retained_tokens", 0) == prompt:
+        return "all KV was retained"
+    if policy.get("depth_cutoff", "full") != "full" and report.get("deep_tokens", 0) == prompt:
+        return "the whole prompt was computed at the last layer"
     return None

@@ -146,7 +146,7 @@ def _expected(
         found |= asdict(cost.predict(model, plan, settings.output, cell.batch))
         if settings.cached or (rate < 1 and draft is None):
             found["ttft"] = None
-        elif rate < 1 and draft is not None:
+        elif rate < 1 and draft is not None and plan.computed[0] < cell.prompt:
             found["appendix_e"] = appendix_e(model, draft, rate, cell.prompt)
         if policy.speculative:
             found["tpot"] = found["tpot_kv"] = None

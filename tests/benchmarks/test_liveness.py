@@ -34,6 +34,20 @@ def check(policy, **counters):
         ({"decode": "slow_fast", "depth_cutoff": 6}, {"fast_steps": 0}, "no step was fast"),
         ({"speculative": True, "depth_cutoff": 6}, {}, "the draft has read nothing"),
         ({"depth_cutoff": 6}, {"cached_tokens": 83}, "83 tokens of the document"),
+        ({"prefill_keep_rate": 0.5, "kv_retention_rate": 0.2}, {}, "the draft has read nothing"),
+        (
+            {"prefill_keep_rate": 0.5, "min_prompt_tokens": 4096, "speculative": True},
+            {"draft_read_tokens": 99},
+            "below min_prompt_tokens 4096 whole",
+        ),
+        (
+            {"prefill_keep_rate": 0.99, "kv_retention_rate": 0.2},
+            {"draft_read_tokens": 99, "kept_tokens": 100},
+            "SpecPrefill kept the whole prompt",
+        ),
+        ({"tsp_rate": 0.2, "depth_cutoff": 6}, {"propagated_tokens": None}, "FastKV let the whole"),
+        ({"kv_retention_rate": 0.2, "depth_cutoff": 6}, {"retained_tokens": 100}, "all KV was retained"),
+        ({"depth_cutoff": 8, "kv_retention_rate": 0.2}, {"deep_tokens": 100}, "at the last layer"),
     ],
 )
 def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
@@ -47,6 +61,12 @@ def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
         ({"decode": "slow_fast"}, {}),
         ({"decode": "slow_fast", "speculative": True}, {"fast_steps": 0, "draft_read_tokens": 9}),
         ({"tsp_rate": 0.2}, {"propagation_skipped": False, "fast_steps": 0}),
+        ({"tsp_rate": 0.2}, {"propagated_tokens": 20}),
+        ({"prefill_keep_rate": 0.5, "min_prompt_tokens": 100}, {"draft_read_tokens": 108}),
+        (
+            {"prefill_keep_rate": "auto", "kv_retention_rate": 0.2},
+            {"draft_read_tokens": 9, "kept_tokens": 100},
+        ),
     ],
 )
 def test_a_policy_that_was_carried_out_counts(policy, counters):

@@ -108,6 +108,16 @@ def test_appendix_e_is_the_papers_formula(tmp_path):
     assert found == predict.appendix_e(MODEL, replace(MODEL, layers=2), 0.2, CELL.prompt)
 
 
+def test_appendix_e_says_nothing_of_a_prompt_that_is_computed_whole(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json(replace(BENCH, layers=2))))
+    flags = ["--draft-model-path", str(tmp_path)]
+    for drafting in ({}, {"speculative": True}):
+        policy = {"prefill_keep_rate": 0.2, "min_prompt_tokens": CELL.prompt + 1, "kv_retention_rate": 0.2}
+        assert expected(policy | drafting, flags=flags)["appendix_e"] is None
+        policy["min_prompt_tokens"] = CELL.prompt
+        assert expected(policy | drafting, flags=flags)["appendix_e"] > 1
+
+
 def test_scoring_is_a_share_of_the_time_to_first_token():
     found = predict.predictions(
         [FATHOM, with_body("x", {"tsp_rate": 0.2})],

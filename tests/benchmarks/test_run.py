@@ -235,6 +235,8 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path, mon
         (["--model", "/nowhere"], "/nowhere: no config.json"),
         (["--model", "/nowhere", "--documents", "1"], "goes without"),
         (["--draft", "/nowhere"], "go with --model"),
+        (["--policy", "x={}", "--policy", 'x={"depth_cutoff": 8}'], "two variants are called 'x'"),
+        (["--policy", "x={}", "--poor-draft", "x={}"], "two variants are called 'x'"),
         (["--documents", "1", "--prompts", "32"], "more than 32 tokens"),
         (["--fidelity", "/nowhere"], "no file of fathom fidelity"),
     ],
