@@ -266,8 +266,6 @@ def parser() -> argparse.ArgumentParser:
 
 def _model_shape(args: argparse.Namespace) -> Shape:
     if args.model:
-        if args.model_shape or args.shared_prefix or args.documents or args.quick:
-            raise ValueError("--model goes without --model-shape, --shared-prefix, --documents and --quick")
         if args.poor_draft and not args.draft:
             raise ValueError("--poor-draft goes with --draft")
         found = shape_of(Path(args.model))
@@ -298,6 +296,8 @@ def plan(args: argparse.Namespace, shape: Shape | None = None) -> tuple[Shape, l
         shape: the model's, where it is not the arguments that say it.
     """
     names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "documents", "seed", "limit")
+    if args.model and (args.model_shape or args.shared_prefix or args.documents or args.quick):
+        raise ValueError("--model goes without --model-shape, --shared-prefix, --documents and --quick")
     task = args.task if args.model else ""
     values = {name: getattr(args, name) for name in names}
     settings = Settings(**values, task=task)

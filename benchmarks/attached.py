@@ -52,12 +52,18 @@ def _told(info: dict[str, Any]) -> list[str]:
     return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 
-def shape_at(server: Server) -> tuple[Shape, bool]:
-    """The shape of the model that a server has, for prompts and the cost model; whether it has experts.
+def shape_at(servers: list[Server]) -> tuple[Shape, bool]:
+    """The shape of the model that the servers have, for prompts and the cost model; whether it has experts.
 
     Raises:
-        BenchError: when its configuration cannot be read here.
+        BenchError: when none of them tells its model, or its configuration cannot be read here.
     """
+    server = next((server for server in servers if server.variant.engine != "vllm"), None)
+    if server is None:
+        raise BenchError(
+            f"{servers[0].url}: a vLLM server does not tell its model's configuration; name one of Fathom or "
+            "SGLang with the same model beside it"
+        )
     path = _get(server, "/model_info")["model_path"]
     config = _config(path)
     experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -7,6 +7,7 @@ import asyncio
 import datetime
 import json
 import random
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -31,6 +32,7 @@ from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
 from fathom.benchmarks.prompts import Cell, Prompts, Settings, question_prompts, random_prompts
 from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, asked_exact, with_flags
+from fathom.server.checks import StartError
 
 
 def chosen_variants(args: argparse.Namespace) -> list[Variant]:
@@ -161,7 +163,7 @@ def run_attached(args: argparse.Namespace, argv: list[str]) -> dict:
     check_attached(args)
     running = attach_all(chosen_variants(args), args)
     asked = {server.url: server for server in running}
-    shape, experts = attached.shape_at(running[0])
+    shape, experts = attached.shape_at(running)
     shape, cells, settings = plan(args, shape)
     predict.check([server.variant for server in running], shape)
     result = report.header(argv, shape, settings)
@@ -223,7 +225,8 @@ def default_out(result: dict, name: str | None) -> Path:
     """`DATE-NAME.json` in the repository's results folder when run from its root, else in the current one."""
     folder = Path("benchmarks/results") if Path("benchmarks/cli.py").is_file() else Path()
     stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
-    return folder / f"{stamp}-{name or '-'.join(variant['name'] for variant in result['variants'])}.json"
+    name = name or "-".join(variant["name"] for variant in result["variants"])
+    return folder / f"{stamp}-{re.sub(r'[^A-Za-z0-9_.+-]+', '_', name)[:80]}.json"
 
 
 def write(result: dict, out: Path) -> list[Path]:
@@ -240,27 +243,43 @@ def write(result: dict, out: Path) -> list[Path]:
     return paths
 
 
+def known_fidelity(args: argparse.Namespace) -> dict | None:
+    """What `--fidelity` names, for a run that can be compared with it."""
+    if not args.fidelity:
+        return None
+    if args.url:
+        check_attached(args)
+    if not any(variant.engine == "fathom" and variant.dense for variant in chosen_variants(args)):
+        raise ValueError("--fidelity compares with dense Fathom; add fathom to --variants")
+    return combined.fidelity_of(args.fidelity, args.cache)
+
+
 def main(argv: list[str]) -> int:
     """Run the bench. Returns 0; 1 after one line that says why there is no result; 2 for wrong arguments."""
     try:
         if "--kernels" in argv:
             return sfi_kernels.main([word for word in argv if word != "--kernels"])
         args = parser().parse_args(studies.expand(argv))
-        fidelity = combined.fidelity_of(args.fidelity, args.cache) if args.fidelity else None
+        fidelity = known_fidelity(args)
         result = run(args, argv)
-    except (BenchError, ValueError, OSError) as error:  # a folder that cannot be written, for one
+    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
         print(f"fathom bench: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError | OSError) else 2
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("fathom bench: interrupted, nothing written", file=sys.stderr)
         return 130
     if fidelity:
         result["fidelity"] = fidelity
-    paths = write(result, args.out or default_out(result, args.name))
     shown = ["", report.table(result), *report.notes(result)]
     if fidelity:
         shown.append(combined.page(result, combined.rows(result)))
-    print(*shown, f"Written: {', '.join(map(str, paths))}", sep="\n\n")
+    print(*shown, sep="\n\n", flush=True)
+    try:
+        paths = write(result, args.out or default_out(result, args.name))
+    except OSError as error:
+        print(f"fathom bench: error: the results could not be written: {error}", file=sys.stderr)
+        return 1
+    print(f"\nWritten: {', '.join(map(str, paths))}")
     return 0
 
 

@@ -58,13 +58,15 @@ def fidelity_of(source: str, cache: Path) -> dict:
         content = json.loads(path.read_text())
         rows = {row["policy"]: row for row in content["rows"] if row["task"] == ALL_TASKS}
         asked = {name: {**rows[name], "body": body} for name, body in content["policies"].items()}
+        named = {key: content[key] for key in ("date", "command", "model", "git")}
+        cells = [
+            [row["task"], row["context"]]
+            for row in content["rows"]
+            if row["policy"] == fidelity_args.BASELINE and row["task"] != ALL_TASKS
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of fathom fidelity: {type(error).__name__} {error}") from None
-    named = {key: content[key] for key in ("date", "command", "model", "git")}
-    cells = [
-        [row["task"], row["context"]] for row in content["rows"] if row["policy"] == fidelity_args.BASELINE
-    ]
-    return named | {"cells": cells[:-1], "policies": asked}
+    return named | {"cells": cells, "policies": asked}
 
 
 def _parts(bodies: dict[str, dict], name: str) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ METRICS = ("ttft", "tpot", "e2e")
 the time until the last of them has ended."""
 
 _WARMUP_OUTPUT = 4
+_PATIENCE = 3.0
+"""Seconds in which a server that has broken off an answer may turn out to have ended."""
 
 
 @dataclass
@@ -76,13 +78,21 @@ class Bench:
         # Policies that leave the same KV would find each other's prompts.
         salt = {"cache_salt": f"bench/{name}"} if name in self.shared else {}
         body = {"model": server.model, **salt, **server.variant.body}
-        replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
+        try:
+            replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
+        except BenchError:
+            server.check_alive(_PATIENCE)
+            raise
         self.sent[name] += len(replies)
         return replies
 
     async def _forget(self, name: str) -> None:
         """Empty the prefix cache of a server that several variants use: each turn finds the same pool."""
-        answer = await self.clients[name].post("/flush_cache", params={"timeout": 30})
+        try:
+            answer = await self.clients[name].post("/flush_cache", params={"timeout": 30})
+        except httpx.HTTPError as error:
+            self.servers[name].check_alive(_PATIENCE)
+            raise BenchError(f"{name}: {type(error).__name__} {error}") from error
         if answer.status_code != 200:
             raise BenchError(f"{name}: the prefix cache was not emptied: {answer.text[:200]}")
 

@@ -84,9 +84,12 @@ class Server:
     model: str = MODEL_NAME
     headers: dict[str, str] = field(default_factory=dict)
 
-    def check_alive(self) -> None:
-        """BenchError if its process has ended."""
-        if self.process is not None and self.process.poll() is not None:
+    def check_alive(self, patience: float = 0.0) -> None:
+        """BenchError with the log's end if its process has ended, or does within `patience` seconds."""
+        if self.process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
             raise BenchError(f"{self.variant.name} ended in mid-run:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 12) -> str:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from fathom.benchmarks import settings
+from fathom.server.checks import demo_model
 
 
 def _policies(policies: dict[str, dict[str, Any]]) -> list[str]:
@@ -24,6 +25,8 @@ PREFILL: dict[str, dict[str, Any]] = {
     "fastkv-20": settings.FASTKV,
 }
 DECODE: dict[str, dict[str, Any]] = {"retain-10": {"kv_retention_rate": 0.1}, "sfi": {"decode": "slow_fast"}}
+TARGET, DRAFT = "{target}", "{draft}"
+"""The demo's models, wherever this installation has them."""
 DRAFTED = json.dumps(settings.DRAFTING)
 
 # fmt: off
@@ -37,7 +40,7 @@ STUDIES: dict[str, list[str]] = {
         "--rounds", "2", *_policies(DECODE), "--name", "decode",
     ],
     "drafting": [
-        "--variants", "fathom", "--model", "demo/models/target", "--draft", "demo/models/draft",
+        "--variants", "fathom", "--model", TARGET, "--draft", DRAFT,
         "--prompts", "1k,4k", "--batches", "1", "--output", "96", "--rounds", "24", "--warmups", "2",
         "--policy", f"drafting={DRAFTED}", "--poor-draft", f"poor-draft={DRAFTED}", "--name", "drafting",
     ],
@@ -54,6 +57,7 @@ def expand(argv: list[str]) -> list[str]:
 
     Raises:
         ValueError: for an unknown name.
+        StartError: for one that needs the demo's models, where this installation has none.
     """
     words: list[str] = []
     for word in argv:
@@ -69,6 +73,8 @@ def expand(argv: list[str]) -> list[str]:
         name = words[at + 1] if at + 1 < len(words) else ""
         if name not in STUDIES:
             raise ValueError(f"unknown study {name!r}; known: {', '.join(STUDIES)}")
-        found += STUDIES[name]
+        found += [
+            str(demo_model(word.strip("{}"))) if word in (TARGET, DRAFT) else word for word in STUDIES[name]
+        ]
         del words[at : at + 2]
     return [*found, *words]

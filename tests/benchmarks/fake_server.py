@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -102,6 +103,8 @@ async def completions(request):
     body = await request.json()
     print(f"of {body['model']}", flush=True)
     print(f"asked {len(body['prompt'])}", flush=True)
+    if args.lie == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     common = common_with_earlier(body)
     earlier.setdefault(cache_of(body), []).append(body["prompt"])
     return StreamingResponse(stream(body, common), media_type="text/event-stream")

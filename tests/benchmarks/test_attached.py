@@ -85,8 +85,24 @@ def test_what_a_server_tells_of_itself_is_what_is_predicted_with(start, checkpoi
     told = {"--draft-model-path": str(checkpoint), "--tsp-layer": "1", "--depth-span": None}
     told |= {"--sfi-sink": "2", "--sfi-recent": "3", "--sfi-selected": "4"}
     assert {flag: server.variant.option(flag) for flag in told} == told
-    shape, experts = attached.shape_at(server)
+    shape, experts = attached.shape_at([server])
     assert (shape.layers, shape.vocab, experts) == (model.TINY.layers, model.TINY.vocab, False)
+
+
+def test_the_shape_is_asked_of_a_server_that_tells_it(tmp_path, start, capsys):
+    url, _ = start()
+    theirs = attached.attach(variants.VLLM, url)
+    shape, _ = attached.shape_at([theirs, attached.attach(variants.FATHOM, url)])
+    assert shape.layers == model.TINY.layers
+    assert bench(tmp_path, "--url", f"vllm={url}") == (1, None)
+    assert f"{url}: a vLLM server does not tell its model's configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--shared-prefix", "0.5"], ["--documents", "1"]])
+def test_questions_share_nothing_that_could_be_set(tmp_path, start, checkpoint, capsys, flags):
+    url, _ = start()
+    assert cli.main(["--url", url, "--model", str(checkpoint), *flags]) == 2
+    assert "--model goes without --model-shape, --shared-prefix" in capsys.readouterr().err
 
 
 def test_another_run_has_other_prompts(tmp_path, start, capsys):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fathom.benchmarks import args, combined, plot_fidelity, studies
+from fathom.benchmarks import args, cli, combined, plot_fidelity, studies
 
 A, B = {"depth_cutoff": 6}, {"tsp_rate": 0.2, "kv_retention_rate": 0.2}
 BODIES = {"fathom": {}, "a": A, "b": B, "both": A | B, "more": A | B | {"speculative": True}}
@@ -84,8 +84,37 @@ def test_a_run_without_dense_fathom_compares_nothing():
         combined.rows(result)
 
 
+FILE = {"date": "2026-01-01", "command": "fathom fidelity", "model": "demo", "git": None}
+FILE |= {"policies": {"exact": {"preset": "exact"}}}
+FILE |= {"rows": [{"policy": "exact", "task": task, "context": 64} for task in ("single", "list", "all")]}
+
+
+def test_a_file_of_fidelity_is_read_whole_before_anything_is_measured(tmp_path, capsys):
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(FILE))
+    assert combined.fidelity_of(str(path), tmp_path)["cells"] == [["single", 64], ["list", 64]]
+    path.write_text(json.dumps({key: value for key, value in FILE.items() if key != "date"}))
+    assert cli.main(["--fidelity", str(path)]) == 2
+    assert f"{path} is no file of fathom fidelity: KeyError 'date'" in capsys.readouterr().err
+
+
+def test_fidelity_needs_a_dense_fathom_to_compare_with(tmp_path, capsys):
+    for flags in (["--variants", "sglang"], ["--variants", "sglang", "--policy", 'x={"depth_cutoff": 8}']):
+        assert cli.main([*flags, "--fidelity", "run", "--cache", str(tmp_path)]) == 2
+        assert "--fidelity compares with dense Fathom; add fathom" in capsys.readouterr().err
+
+
+def test_the_name_of_the_file_is_one():
+    result = run_of(known()) | {"date": "2026-01-02T03:04:05+00:00"}
+    name = cli.default_out(result, None).name
+    assert name == "2026-01-02-0304-vllm-fathom-a-b-both-more.json"
+    assert cli.default_out(result, "a/../b c").name == "2026-01-02-0304-a_.._b_c.json"
+    assert len(cli.default_out(result, "long" * 99).name) < 120
+
+
 @pytest.mark.parametrize("name", studies.STUDIES)
-def test_each_study_is_a_legal_command(name):
+def test_each_study_is_a_legal_command(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # from anywhere
     found = args.parser().parse_args(studies.expand(["--study", name, "--rounds", "7"]))
     assert found.rounds == 7 and found.variants == "fathom" and found.policy
     shape, cells, settings = args.plan(found)

@@ -293,6 +293,23 @@ def test_results_that_could_not_be_written_are_refused_before_anything_starts(co
     assert str(command.parser().parse_args([*words, "--out", new]).out) == new
 
 
+def test_what_was_measured_is_shown_though_it_cannot_be_written(tmp_path, monkeypatch, dense_run, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cli, "run", lambda args, argv: dense_run)
+    monkeypatch.setattr(cli, "default_out", lambda result, name: tmp_path / "file" / "out.json")
+    assert cli.main([]) == 1
+    told = capsys.readouterr()
+    assert "sglang/fathom" in told.out and "Written" not in told.out
+    assert told.err.startswith("fathom bench: error: the results could not be written: ")
+
+
+def test_a_server_that_is_killed_leaves_its_last_words(tmp_path, monkeypatch, capsys):
+    use_fakes(monkeypatch, "--lie", "killed")
+    assert bench(tmp_path, "--variants", "fathom") == (1, None)
+    told = capsys.readouterr().err
+    assert "fathom ended in mid-run:" in told and "asked 64" in told
+
+
 SCRIPT = """
 import sys
 from dataclasses import replace
