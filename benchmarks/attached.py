@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fathom.benchmarks import liveness
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.model import Shape, shape_from
 from fathom.benchmarks.servers import Server
 from fathom.benchmarks.variants import Variant, with_flags
+
+Found = TypeVar("Found")
 
 
 def attach(variant: Variant, url: str, key: str | None = None) -> Server:
@@ -25,17 +28,22 @@ def attach(variant: Variant, url: str, key: str | None = None) -> Server:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     server = Server(variant, url.rstrip("/"), Path(), None, 0.0, headers=headers)
     if variant.engine == "fathom":
-        server.variant = with_flags(variant, _told(_get(server, "/fathom/info")))
-    server.model = _get(server, "/v1/models")["data"][0]["id"]
+        server.variant = with_flags(variant, _ask(server, "/fathom/info", _told))
+    server.model = _ask(server, "/v1/models", lambda answer: str(answer["data"][0]["id"]))
     return server
 
 
-def _get(server: Server, path: str) -> dict[str, Any]:
+def _ask(server: Server, path: str, read: Callable[[Any], Found]) -> Found:
+    """What `read` finds in the server's answer. BenchError where that is not what such a server says."""
     answer = liveness.get(server, path)
+    other = f"is not a {server.variant.engine} server"
     if answer.status_code != 200:
-        why = "asks for a key" if answer.status_code == 401 else f"is not a {server.variant.engine} server"
+        why = "asks for a key" if answer.status_code == 401 else other
         raise BenchError(f"{server.url} {why}: {path} is {answer.status_code}")
-    return answer.json()
+    try:
+        return read(answer.json())
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise BenchError(f"{server.url} {other}: {path} says {answer.text[:80]!r}") from None
 
 
 def _told(info: dict[str, Any]) -> list[str]:
@@ -64,7 +72,7 @@ def shape_at(servers: list[Server]) -> tuple[Shape, bool]:
             f"{servers[0].url}: a vLLM server does not tell its model's configuration; name one of Fathom or "
             "SGLang with the same model beside it"
         )
-    path = _get(server, "/model_info")["model_path"]
+    path = _ask(server, "/model_info", lambda answer: str(answer["model_path"]))
     config = _config(path)
     experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     try:

@@ -18,10 +18,10 @@ _SGLANG_FACTS = (
 
 
 def get(server: Server, path: str) -> httpx.Response:
-    """What a server answers. BenchError when it does not."""
+    """What a server answers. BenchError when it does not, or its address is none."""
     try:
         return httpx.get(server.url + path, headers=server.headers, timeout=30, trust_env=False)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BenchError(f"{server.url}: {type(error).__name__} {error}") from error
 
 
@@ -50,7 +50,13 @@ def _sglang(server: Server) -> dict:
 
 
 def _vllm(server: Server) -> dict:
-    version = get(server, "/version").json()["version"]
+    answer = get(server, "/version")
+    try:
+        version = str(answer.json()["version"])
+    except (ValueError, KeyError, TypeError):
+        raise BenchError(
+            f"{server.url} is not a vllm server: /version is {answer.status_code}, {answer.text[:80]!r}"
+        ) from None
     if not version.startswith(vllm_env.VERSION):
         raise BenchError(f"{server.variant.name}: vLLM {version}, expected {vllm_env.VERSION}")
     return {"version": version}

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
-from fathom.benchmarks import attached, cli, measure, model, report, servers, variants
+from fathom.benchmarks import attached, cli, liveness, measure, model, report, servers, variants
+from fathom.benchmarks.client import BenchError
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 HALF = ["--policy", 'half={"depth_cutoff": 1}']
@@ -194,6 +198,43 @@ def test_who_is_not_there_or_is_somebody_else(tmp_path, start, capsys):
     stock, _ = start("sglang")
     assert bench(tmp_path, "--url", stock) == (1, None)
     assert "is not a fathom server: /fathom/info is 404" in capsys.readouterr().err
+
+
+def answers(content):
+    """A server that says the same to everything."""
+    return Starlette(routes=[Route("/{path:path}", lambda request: Response(content))])
+
+
+INFO = json.dumps({"engine": [], "policy": {}, "versions": {}, "data": []})
+
+
+@pytest.mark.parametrize(
+    ("content", "path"),
+    [
+        ("<html>Welcome</html>", "/fathom/info"),
+        ('{"status": "ok"}', "/fathom/info"),
+        ("[]", "/fathom/info"),
+        ('{"engine": ["x"], "policy": {}, "versions": {}}', "/fathom/info"),
+        (INFO, "/v1/models"),
+    ],
+)
+def test_something_else_that_answers_is_named(tmp_path, run_app, capsys, content, path):
+    url = run_app(answers(content))
+    assert bench(tmp_path, "--url", url) == (1, None)
+    assert f"error: {url} is not a fathom server: {path} says {content[:80]!r}" in capsys.readouterr().err
+    assert bench(tmp_path, "--url", f"sglang={url}") == (1, None)
+    assert f"error: {url} is not a sglang server: /v1/models says" in capsys.readouterr().err
+
+
+def test_who_is_no_vllm_is_named(start):
+    url, _ = start()
+    with pytest.raises(BenchError, match=f"{url} is not a vllm server: /version is 404"):
+        liveness.identify(attached.attach(variants.VLLM, url))
+
+
+def test_an_address_that_is_none_is_named(tmp_path, capsys):
+    assert bench(tmp_path, "--url", "http://127.0.0.1:abc") == (1, None)
+    assert "error: http://127.0.0.1:abc: InvalidURL Invalid port: 'abc'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
