@@ -89,8 +89,8 @@ class Server:
         if self.process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
-            raise BenchError(f"{self.variant.name} ended in mid-run:\n{self.log_tail()}")
+            status = self.process.wait(patience)
+            raise BenchError(f"{self.variant.name} ended in mid-run ({status}):\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

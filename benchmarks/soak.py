@@ -29,6 +29,8 @@ from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_body, with_flags
 from fathom.demo.corpus import eval_samples
+from fathom.runtime.config import SPECS
+from fathom.runtime.presets import EXACT, PRESETS
 from fathom.server.checks import StartError, demo_model
 
 CONTEXTS = (150, 300, 600)
@@ -37,11 +39,17 @@ CONTEXT = 1088
 TASKS = ("single", "multikey", "list", "followup")
 PROBES = 6
 SAMPLE_SECONDS = 5.0
+FEWEST_SAMPLES = 10
+"""Of memory, so that a run has a second tenth and a last one."""
+MOST_WRONG = 100
+"""A run in which more goes wrong ends."""
 IDLE_SECONDS = 60.0
 ENDLESS = 400
 """Tokens of an answer that its client gives up: the moment comes before their end."""
 LEAST_GIVEN_UP = 0.9
 """Of the requests that are to be given up, the share that must have been."""
+NEUTRAL = {name: spec.neutral for name, spec in SPECS.items() if spec.mechanism and not spec.tunes}
+"""The members of a policy that ask for a mechanism, each with the value that asks for none."""
 MIXED: dict[str, dict[str, Any]] = {
     "dense": {"preset": "exact"},
     "speed": {"depth_cutoff": 6},
@@ -197,8 +205,10 @@ class Soak:
                     await self._send(client, self.case(number))
 
             watcher = asyncio.create_task(self._watch())
-            await asyncio.gather(*(worker() for _ in range(self.args.in_flight)))
-            watcher.cancel()
+            try:
+                await asyncio.gather(*(worker() for _ in range(self.args.in_flight)))
+            finally:
+                watcher.cancel()
             for index in range(PROBES):
                 await self._send(client, self.probe(-2, index))
 
@@ -209,9 +219,12 @@ class Soak:
             self.waits.append(outcome.ttft)
         if outcome.kind == "failed":
             self.wrong.append(f"request {case.number} ({case.policy}): {outcome.detail}")
+            self.server.check_alive()
         elif case.probe is not None and case.number != -1 and outcome.text != self.idle[case.probe].text:
             expected = self.idle[case.probe].text
             self.wrong.append(f"request {case.number}: dense answer {outcome.text!r}, idle {expected!r}")
+        if len(self.wrong) >= MOST_WRONG:
+            raise BenchError("too much went wrong to go on")
         return outcome
 
     async def _watch(self) -> None:
@@ -257,13 +270,40 @@ def settled(server: servers.Server) -> dict:
         time.sleep(0.25)
 
 
+def asked_for(policy: dict) -> set[str]:
+    """The members of a `fathom` object that ask for a mechanism, those that its preset fills in among them."""
+    values = {**NEUTRAL, **PRESETS.get(policy.get("preset", EXACT), {}), **policy}
+    return {member for member, neutral in NEUTRAL.items() if values[member] != neutral}
+
+
+def _finished(soak: Soak) -> list[tuple[Case, dict]]:
+    """The cases that were answered whole, each with the scheduler's account."""
+    return [(case, o.fathom) for case, o in soak.outcomes if o.kind == "finished" and o.fathom is not None]
+
+
+def _possible(member: str, told: dict) -> bool:
+    """Whether an answer could show a member that its preset fills in: the server did, for so short a prompt too."""
+    policy = told["policy"]
+    if member == "prefill_keep_rate" and told["prompt_tokens"] < policy["min_prompt_tokens"]:
+        return False
+    return policy[member] != NEUTRAL[member]
+
+
+def left_out(soak: Soak) -> set[str]:
+    """What only presets ask for and was possible in none of their answers: a preset asks as far as it can."""
+    given = {name for case, _ in soak.outcomes for name in case.fathom}
+    found = [(asked_for(case.fathom) - given, told) for case, told in _finished(soak)]
+    shown = {member for asked, told in found for member in asked if _possible(member, told)}
+    return {member for asked, _ in found for member in asked} - shown
+
+
 def proofs(soak: Soak) -> dict[str, int]:
     """What the answers say of the mechanisms, summed. BenchError where one that was asked for never ran."""
     seen: Counter[str] = Counter()
-    for case, outcome in soak.outcomes:
-        if outcome.kind != "finished" or outcome.fathom is None:
-            continue
-        asked, told = case.fathom, outcome.fathom
+    ended: Counter[str] = Counter()
+    for case, told in _finished(soak):
+        asked = asked_for(case.fathom)
+        ended.update(asked)
         seen["draft_tokens"] += told["draft_tokens"]
         seen["accepted_tokens"] += told["accepted_tokens"]
         seen["fast_steps"] += told["fast_steps"]
@@ -276,12 +316,42 @@ def proofs(soak: Soak) -> dict[str, int]:
             "speculative": told["draft_tokens"] > 0,
             "decode": told["fast_steps"] > 0,
         }.items():
-            if asked.get(member) is not None:
+            if member in asked:
                 seen[member] += happened
-    asked_for = {member for case, _ in soak.outcomes for member in case.fathom if member in seen}
-    if idle := [member for member in sorted(asked_for) if not seen[member]]:
-        raise BenchError(f"{', '.join(idle)}: asked for, but no answer shows that it ran")
+    needed = {member for case, _ in soak.outcomes for member in asked_for(case.fathom)} - left_out(soak)
+    if idle := [member for member in sorted(needed) if not seen[member]]:
+        counts = (
+            f"{member}: asked for, but no answer shows that it ran ({ended[member]} ended)" for member in idle
+        )
+        raise BenchError("; ".join(counts))
     return dict(seen)
+
+
+def not_judged(soak: Soak) -> list[str]:
+    """What the run says nothing about, each with the reason."""
+    sent = {case.policy for case, _ in soak.outcomes}
+    found = [
+        f"{variant.name} (no request drew it)" for variant in soak.args.policy if variant.name not in sent
+    ]
+    why = "the server left it out of the preset, or no prompt was long enough"
+    found += [f"{member} ({why})" for member in sorted(left_out(soak))]
+    if len(soak.memory) < FEWEST_SAMPLES:
+        found.append(f"growth of memory ({len(soak.memory)} samples; it takes {FEWEST_SAMPLES})")
+    return found
+
+
+def failure(soak: Soak, error: Exception | None = None) -> BenchError:
+    """Why there is no result: what ended the run, if something did, and everything that went wrong before."""
+    told = [] if error is None else [str(error) or type(error).__name__]
+    if isinstance(error, httpx.HTTPError):
+        try:
+            soak.server.check_alive()
+            told = [f"the server did not answer: {told[0]}"]
+        except BenchError as ended:
+            told = [str(ended)]
+    if soak.wrong:
+        told += [f"{len(soak.wrong)} things went wrong:", *soak.wrong[:20]]
+    return BenchError("\n".join(told))
 
 
 def given_up(soak: Soak) -> dict[str, Any]:
@@ -347,20 +417,23 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
         pid = liveness.identify(server)["engine"][0]["pid"]
         soak = Soak(server, str(demo_model()), load_tokenizer(str(demo_model())), args)
         begin = time.monotonic()
-        asyncio.run(soak.run())
-        result["seconds"] = round(time.monotonic() - begin, 1)
-        engine = settled(server)
-        if engine["pid"] != pid or not psutil.pid_exists(pid):
-            soak.wrong.append("the engine's process is not the one that the run began with")
-        result["proofs"] = proofs(soak)
-        result["memory_growth_mib"] = round(soak.growth(), 1)
-        if result["memory_growth_mib"] > args.memory_mib:
-            soak.wrong.append(
-                f"memory grew by {result['memory_growth_mib']} MiB, allowed are {args.memory_mib:g}"
-            )
+        try:
+            asyncio.run(soak.run())
+            result["seconds"] = round(time.monotonic() - begin, 1)
+            engine = settled(server)
+            if engine["pid"] != pid or not psutil.pid_exists(pid):
+                soak.wrong.append("the engine's process is not the one that the run began with")
+            result["memory_growth_mib"] = round(soak.growth(), 1)
+            if result["memory_growth_mib"] > args.memory_mib:
+                soak.wrong.append(
+                    f"memory grew by {result['memory_growth_mib']} MiB, allowed are {args.memory_mib:g}"
+                )
+            result["proofs"], result["given_up"] = proofs(soak), given_up(soak)
+        except (BenchError, httpx.HTTPError) as error:
+            raise failure(soak, error) from None
         if soak.wrong:
-            raise BenchError(f"{len(soak.wrong)} things went wrong:\n" + "\n".join(soak.wrong[:20]))
-        result["given_up"] = given_up(soak)
+            raise failure(soak)
+    result["not_judged"] = not_judged(soak)
     outcomes = [(case, outcome) for case, outcome in soak.outcomes if case.number >= 0]
     result["requests"] = len(outcomes)
     result["outcomes"] = dict(Counter(outcome.kind for _, outcome in outcomes))
@@ -397,11 +470,15 @@ def main(argv: list[str]) -> int:
     aborts = ", ".join(f"{n} {stage}" for stage, n in result["aborts"].items())
     print(f"\n{result['requests']} requests in {result['seconds']:.0f} s: {counts}.")
     print(f"Given up: {result['given_up']['share']:.1%} ({aborts}).")
+    enough = len(result["memory_mib"]) >= FEWEST_SAMPLES
+    memory = f"memory grew by {result['memory_growth_mib']} MiB; " if enough else ""
     print(
-        f"All accounts balanced; memory grew by {result['memory_growth_mib']} MiB; "
+        f"All accounts balanced; {memory}"
         f"{result['dense_answers_compared']} dense answers under load were those of the idle server. "
         f"Written: {out}"
     )
+    if result["not_judged"]:
+        print(f"Not judged: {', '.join(result['not_judged'])}.")
     return 0
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,10 +12,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from fathom.benchmarks import soak
+from fathom.benchmarks import servers, soak
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, body, run_case
+from fathom.benchmarks.variants import FATHOM as FATHOM_SERVER
 from fathom.server.checks import demo_model
 
 FATHOM = {
@@ -114,8 +116,8 @@ def test_a_prompt_over_the_context_is_to_be_refused(url):
     assert run(url, "fine", too_long=True).kind == "failed"
 
 
-def answered(policy, **counts):
-    case = replace(CASE, fathom=policy)
+def answered(asked, **counts):
+    case = replace(CASE, fathom=asked)
     return case, Outcome("finished", fathom=FATHOM | counts)
 
 
@@ -124,6 +126,115 @@ def test_a_mechanism_that_never_ran_is_an_error():
     assert soak.proofs(SimpleNamespace(outcomes=[speed]))["depth_cutoff"] == 1
     with pytest.raises(BenchError, match=r"^speculative: asked for"):
         soak.proofs(SimpleNamespace(outcomes=[speed, drafted]))
+
+
+@pytest.mark.parametrize("end", [("aborted", STAGES[0]), ("refused", "status 400: longer than the context")])
+def test_a_mechanism_without_a_finished_answer_is_an_error(end):
+    given_up = replace(CASE, fathom={"speculative": True}), Outcome(*end)
+    with pytest.raises(BenchError, match=r"^speculative: asked for, but no answer .* \(0 ended\)"):
+        soak.proofs(SimpleNamespace(outcomes=[given_up, answered({})]))
+
+
+def test_values_that_ask_for_nothing_need_no_proof():
+    neutral = {"decode": "full", "speculative": False, "depth_cutoff": "full", "tsp_rate": 1}
+    assert soak.asked_for(neutral) == soak.asked_for({"preset": "exact"}) == set()
+    soak.proofs(SimpleNamespace(outcomes=[answered(neutral)]))
+
+
+TURBO = {
+    "prefill_keep_rate": 0.5,
+    "depth_cutoff": 6,
+    "tsp_rate": 0.2,
+    "kv_retention_rate": 0.2,
+    "decode": "slow_fast",
+    "speculative": True,
+    "min_prompt_tokens": 0,
+}
+
+
+def test_what_a_preset_fills_in_is_to_be_shown():
+    shown = {"kept_tokens": 5, "deep_tokens": 2, "propagated_tokens": 3, "retained_tokens": 4}
+    case, idle = answered({"preset": "turbo"}, policy=TURBO, **shown, draft_tokens=4)
+    with pytest.raises(BenchError, match=r"^decode: asked for, but no answer shows that it ran \(1 ended\)$"):
+        soak.proofs(SimpleNamespace(outcomes=[(case, idle)]))
+    ran = replace(idle, fathom=idle.fathom | {"fast_steps": 3})
+    assert soak.proofs(SimpleNamespace(outcomes=[(case, idle), (case, ran)]))["decode"] == 1
+
+
+def test_what_a_preset_could_not_fill_in_is_said_to_be_left_out():
+    """Where a policy names the value itself, it is to be shown."""
+    policy = TURBO | {"min_prompt_tokens": 4096, "decode": "full", "speculative": False}
+    shown = {"deep_tokens": 2, "propagated_tokens": 3, "retained_tokens": 4}
+    turbo = answered({"preset": "turbo"}, policy=policy, **shown)
+    told = SimpleNamespace(outcomes=[turbo], memory=[(0, 1)], args=SimpleNamespace(policy=[]))
+    assert soak.proofs(told)["tsp_rate"] == 1
+    assert [line.split(" (")[0] for line in soak.not_judged(told)] == [
+        *("decode", "prefill_keep_rate", "speculative", "growth of memory")
+    ]
+    with pytest.raises(BenchError, match=r"^decode: asked for"):
+        soak.proofs(SimpleNamespace(outcomes=[turbo, answered({"decode": "slow_fast"}, policy=policy)]))
+
+
+def test_what_was_not_judged_is_said():
+    args = soak.checked(soak.parser().parse_args(["--policy", 'a={"depth_cutoff": 6}', "--policy", "b={}"]))
+    few = SimpleNamespace(
+        outcomes=[(replace(CASE, policy="b"), Outcome("aborted"))], memory=[(0, 1)], args=args
+    )
+    assert soak.not_judged(few) == ["a (no request drew it)", "growth of memory (1 samples; it takes 10)"]
+    few.memory *= 10
+    few.outcomes.append((replace(CASE, policy="a"), Outcome("aborted")))
+    assert soak.not_judged(few) == []
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A soak whose server is somebody else's: ``small(url, code)``, its process has ended with ``code`` or not."""
+    monkeypatch.setattr(soak, "CONTEXTS", (150,))
+    log, started = tmp_path / "fathom.log", []
+    log.write_text("the last words of the server\n")
+
+    def make(url, code=None):
+        process = subprocess.Popen(["sleep", "60"] if code is None else ["sh", "-c", f"exit {code}"])
+        started.append(process)
+        if code is not None:
+            process.wait()
+        server = servers.Server(FATHOM_SERVER, url, log, process, 0.0)
+
+        def start(running, args):
+            return server, []
+
+        monkeypatch.setattr(soak, "_start", start)
+        monkeypatch.setattr(soak.liveness, "identify", lambda _: {"engine": [{"pid": process.pid}]})
+        return ["--requests", "100000", "--in-flight", "4", "--too-long", "0", "--aborted", "0"]
+
+    yield make
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_has_ended_ends_the_soak(small, capsys):
+    assert soak.main(small(f"http://127.0.0.1:{servers.free_port()}", code=7)) == 1
+    told = capsys.readouterr().err
+    assert "error: fathom ended in mid-run (7):\nthe last words of the server\n1 things went wrong:\n" in told
+    assert "request -1 (dense): ConnectError" in told
+
+
+def test_a_server_that_only_fails_ends_the_soak(small, capsys):
+    assert soak.main(small(f"http://127.0.0.1:{servers.free_port()}")) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"error: too much went wrong to go on\n10\d things went wrong:\n", told)
+    assert told.count("ConnectError") == 20
+
+
+def test_a_server_that_does_not_answer_at_the_end_is_one_error(small, monkeypatch, capsys):
+    async def run(some):
+        some.wrong.append("request 3 (dense): status 500")
+
+    monkeypatch.setattr(soak.Soak, "run", run)
+    assert soak.main(small(f"http://127.0.0.1:{servers.free_port()}")) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"error: the server did not answer: .*\n1 things went wrong:\nrequest 3 ", told)
 
 
 def soak_of(outcomes, counted):
