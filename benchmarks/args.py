@@ -37,6 +37,10 @@ def result_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text} is a folder; give a file")
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    if path.suffix.lower() in (".csv", ".md", ".png"):
+        raise argparse.ArgumentTypeError(
+            f"{text} is to hold JSON; {path.suffix} is of what is written beside it"
+        )
     return path
 
 
