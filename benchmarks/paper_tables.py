@@ -30,11 +30,13 @@ from fathom.runtime import cost  # noqa: E402
 from fathom.runtime.config import Policy  # noqa: E402
 from fathom.runtime.plan import choose_span, choose_tsp_layer  # noqa: E402
 from fathom.runtime.sfi import options as sfi_options  # noqa: E402
+from fathom.server.units import token_count  # noqa: E402
 
 KEEP_RATES = (0.1, 0.3, 0.5)
 DRAFTED = {"specprefill", "combination"}
 """Tables that need a draft."""
-TABLES = ("speed", "fastkv", "specprefill", "combination", "sfi", "kernels")
+ON_TARGET = ("speed", "fastkv", "specprefill", "combination")
+TABLES = (*ON_TARGET, "sfi", "kernels")
 STOCK, DENSE = "sglang", "dense"
 FEWEST_PROFILED = 4
 """Output tokens of a profile: among them those of a slow step and a fast one."""
@@ -285,38 +287,35 @@ def sfi_rows(found: dict[int, dict[str, Cell]], limits: Any) -> list[dict[str, A
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="python -m fathom.benchmarks.paper_tables", description=__doc__)
-    result.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    result.add_argument(
+    add = result.add_argument
+    add("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    add(
         "--target",
         default="llama-3.1-8b",
         help="size of SPEED, FastKV and SpecPrefill's target; NAME:N for its first N layers alone",
     )
-    result.add_argument(
-        "--draft", default="llama-1b", help="size of the draft; it takes the target's vocabulary"
-    )
-    result.add_argument(
-        "--sfi-target", default="qwen3-4b", help="size of the model that SFI's Figure 4 decodes with"
-    )
-    result.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
-    result.add_argument("--batch", type=int, default=1)
-    result.add_argument("--output", type=int, default=256, help="output tokens of the prefill tables")
-    result.add_argument("--sfi-batch", type=int, default=16)
-    result.add_argument("--sfi-output", type=int, default=2048)
-    result.add_argument(
+    add("--draft", default="llama-1b", help="size of the draft; it takes the target's vocabulary")
+    add("--sfi-target", default="qwen3-4b", help="size of the model that SFI's Figure 4 decodes with")
+    add("--lengths", type=token_count, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
+    add("--batch", type=token_count, default=1)
+    add("--output", type=token_count, default=256, help="output tokens of the prefill tables")
+    add("--sfi-batch", type=token_count, default=16)
+    add("--sfi-output", type=token_count, default=2048)
+    add(
         "--sfi-documents",
         type=int,
         default=0,
         help="different prompts in SFI's batch (default: all); where not all fit, requests share them",
     )
-    result.add_argument("--kernel-length", type=int, default=16384, help="KV length of SFI's Table 1")
-    result.add_argument("--rounds", type=int, default=3)
-    result.add_argument(
+    add("--kernel-length", type=token_count, default=16384, help="KV length of SFI's Table 1")
+    add("--rounds", type=token_count, default=3)
+    add(
         "--warm-up",
         type=int,
         default=0,
-        help="tokens of the prompts of the round that does not count (default: as many as are measured)",
+        help="tokens per prompt of the uncounted round (default: as measured)",
     )
-    result.add_argument(
+    add(
         "--speed-cutoffs",
         type=int,
         nargs="+",
@@ -324,13 +323,13 @@ def parser() -> argparse.ArgumentParser:
         default=list(papers.SPEED_CUTOFFS),
         help="SPEED's layers, of 32 (default: %(default)s)",
     )
-    result.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    result.add_argument(
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add(
         "--depth-span",
         type=int,
         help="layers per depth page (default: SPEED's cutoffs are boundaries of the target)",
     )
-    result.add_argument(
+    add(
         "--keep-rates",
         type=float,
         nargs="+",
@@ -338,26 +337,24 @@ def parser() -> argparse.ArgumentParser:
         metavar="RATE",
         help="parts of the prompt that SpecPrefill keeps, above 0 and below 1 (default: %(default)s)",
     )
-    result.add_argument("--no-stock", action="store_true", help="leave SGLang's own path out")
-    result.add_argument(
+    add("--no-stock", action="store_true", help="leave SGLang's own path out")
+    add(
         "--gpu-prefill-attention",
         choices=("auto", "gathered", "triton"),
         default="auto",
         help="as of fathom serve (default: %(default)s)",
     )
-    result.add_argument(
+    add(
         "--profile",
         type=int,
         default=0,
         metavar="TOKENS",
         help="after the rounds, profile an answer of so many tokens of each variant, into --out",
     )
-    result.add_argument("--seed", type=int, default=0)
+    add("--seed", type=int, default=0)
     sfi_options.add_arguments(result)
-    result.add_argument("--out", type=result_file, help="write all figures there as JSON")
-    result.add_argument(
-        "--engine-flags", nargs=argparse.REMAINDER, default=[], help="further flags of sglang serve"
-    )
+    add("--out", type=result_file, help="write all figures there as JSON")
+    add("--engine-flags", nargs=argparse.REMAINDER, default=[], help="further flags of sglang serve")
     return result
 
 
@@ -422,21 +419,29 @@ def main(argv: Sequence[str]) -> int:
         command.error(f"--keep-rates: above 0 and below 1, not {args.keep_rates}")
     if args.profile and (args.profile < FEWEST_PROFILED or args.out is None):
         command.error(f"--profile: at least {FEWEST_PROFILED} tokens, and --out for what is found")
+    if min(args.output, args.sfi_output) < 2 or min(args.warm_up, args.sfi_documents) < 0:
+        command.error("--output and --sfi-output: at least 2; --warm-up and --sfi-documents: at least 0")
     report, begin = Report(), time.time()
     try:
         target = paper_shapes.sized(args.target)
         draft = paper_shapes.sized(args.draft, target.vocab)
         sfi_target = paper_shapes.sized(args.sfi_target)
+        numbers = sfi_options.from_arguments(args).config
+        asked, span, sfi_span = args.depth_span, 0, 0
+        if set(args.tables) & set(ON_TARGET):
+            span = choose_span(target.layers, papers_span(target.layers) if asked is None else asked)
+        if "sfi" in args.tables:
+            sfi_span = choose_span(sfi_target.layers, asked)
     except ValueError as error:
         command.error(str(error))
     print(f"Target {args.target}, draft {args.draft}, SFI's target {args.sfi_target}; layers after a colon.")
-    span = choose_span(target.layers, args.depth_span or papers_span(target.layers))
     costs = {
         f"{name}_cost": cost.ModelShape.from_config(size.config(1, args.dtype))
         for name, size in (("target", target), ("draft", draft))
     }
     cells = "" if args.out is None else str(args.out.with_suffix(".cells.jsonl"))
     if cells:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         Path(cells).unlink(missing_ok=True)
     gpu, reports = machine()["gpu"] is not None, list[dict[str, Any]]()
 
@@ -451,7 +456,7 @@ def main(argv: Sequence[str]) -> int:
             args.out.write_text(json.dumps(facts, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="fathom-paper-tables-") as folder, Processes(gpu) as started:
-        if set(args.tables) & {"speed", "fastkv", "specprefill", "combination"}:
+        if span:
             ways = variants(target.layers, span, args.tables, args.speed_cutoffs, args.keep_rates)
             drafts = draft if DRAFTED & set(args.tables) else None
             engines = setups(target, drafts, span, Path(folder) / "main", args, gpu)
@@ -464,16 +469,11 @@ def main(argv: Sequence[str]) -> int:
             found = run_group(engines, ways, work, started, reports)
             target_tables(report, found, {"target": target, "span": span, "limits": limits, **costs}, args)
             leave()
-        if "sfi" in args.tables:
-            ways = [
-                Variant(DENSE, Policy(), whole),
-                Variant("slow_fast", Policy(decode="slow_fast"), fast),
-            ]
-            sfi_span = choose_span(sfi_target.layers, args.depth_span)
+        if sfi_span:
+            ways = [Variant(DENSE, Policy(), whole), Variant("slow_fast", Policy(decode="slow_fast"), fast)]
             engines = setups(sfi_target, None, sfi_span, Path(folder) / "sfi", args, gpu)
             size = args.sfi_batch, args.sfi_output, args.rounds, sfi_target.vocab, args.seed
             work = Work(args.lengths, *size, True, args.sfi_documents, args.warm_up, cells, args.profile)
-            numbers = sfi_options.from_arguments(args).config
             reads = cost.SlowFast(
                 1 / (1 + numbers.refresh_budget), numbers.sink, numbers.recent, numbers.selected
             )

@@ -152,6 +152,38 @@ def test_a_profile_that_cannot_be_kept_is_refused(capsys, given):
     assert ended.value.code == 2 and "--profile: at least 4 tokens, and --out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--rounds", "0"], "argument --rounds: must be an integer >= 1"),
+        (["--lengths", "0"], "argument --lengths: must be an integer >= 1"),
+        (["--output", "1"], "--output and --sfi-output: at least 2"),
+        (["--warm-up", "-1"], "; --warm-up and --sfi-documents: at least 0"),
+        (
+            ["--depth-span", "3", "--tables", "speed"],
+            "--depth-span 3 does not divide the model's 8 layers; legal: 1",
+        ),
+        (
+            ["--depth-span", "5", "--tables", "sfi"],
+            "--depth-span 5 does not divide the model's",
+        ),
+        (["--sfi-recent", "0"], "--sfi-recent must be >= 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(monkeypatch, capsys, given, message):
+    monkeypatch.setattr(paper_tables, "run_group", None)
+    with pytest.raises(SystemExit) as ended:
+        paper_tables.main([*SIZES, *given])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_new_folder_is_made_for_the_figures(monkeypatch, tmp_path):
+    monkeypatch.setattr(paper_tables.paper_kernels, "tables", lambda *_: None)
+    out = tmp_path / "new" / "figures.json"
+    assert paper_tables.main([*SIZES, "--tables", "kernels", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["complete"]
+
+
 def test_a_run_that_is_cut_short_leaves_what_it_has(monkeypatch, tmp_path, written):
     def measured(*_):
         cell = paper_engine.Cell(1.0, 0.1, 10.0, {"slow_steps": 1, "fast_steps": 9})
