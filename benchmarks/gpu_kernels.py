@@ -6,7 +6,7 @@ a read that empties the L2 cache, and once more for the call captured in a CUDA 
 Bytes and floating-point operations are counted from shapes; a copy and a matrix product are the card's limits.
 
 Without a GPU, TRITON_INTERPRET=1 runs the same at tiny shapes in Triton's interpreter: then only the values count.
-The exit status is 1 where a value is wrong or an operation fails.
+The exit status is 1 where a value is wrong, an operation fails, or nothing was compared.
 """
 
 from __future__ import annotations
@@ -332,6 +332,8 @@ def main(argv: list[str]) -> int:
     run.run(heads)
     wrong, compared = len(run.failures), len(run.values)
     print(f"\n{compared} comparisons, {wrong} failures, {len(run.times)} timed rows.")
+    if not compared:
+        run.fail("no value was compared")
     if run.left_out:
         print(f"Left out ({len(run.left_out)}):", *run.left_out, sep="\n- ")
     run.write()

@@ -12,10 +12,11 @@ import datetime
 import json
 import shlex
 import sys
-from pathlib import Path
 
 from fathom.benchmarks import paper_figures as papers
 from fathom.benchmarks import report, stats
+from fathom.benchmarks.args import result_file
+from fathom.server.units import token_count
 
 RETAINED = (1.6, 6.3, 12.5, 25.0, 50.0)
 """Of the shares of the paper's Table 1, in per cent."""
@@ -25,15 +26,19 @@ def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
     p = argparse.ArgumentParser(prog="fathom bench --kernels", description=__doc__)
     add = p.add_argument
-    add("--length", type=int, default=16384, help="KV entries per request (default: %(default)s)")
-    add("--batch", type=int, default=16, help="requests (default: %(default)s)")
-    add("--heads", type=int, default=16, help="query heads (default: %(default)s)")
-    add("--kv-heads", type=int, default=4, help="default: %(default)s")
-    add("--head-dim", type=int, default=64, help="default: %(default)s")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+
+    def count(flag: str, default: int, text: str) -> None:
+        add(flag, type=token_count, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+
+    count("--length", 16384, "KV entries per request")
+    count("--batch", 16, "requests")
+    count("--heads", 16, "query heads, a multiple of the KV heads")
+    count("--kv-heads", 4, "KV heads")
+    count("--head-dim", 64, "numbers per head")
+    count("--calls", 21, "of each kernel")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default: %(default)s")
     add("--scattered", action="store_true", help="slots in random order, as in a pool long in use")
-    add("--calls", type=int, default=21, help="of each kernel (default: %(default)s)")
-    add("--out", type=Path, help="JSON to write")
+    add("--out", type=result_file, metavar="FILE.json", help="JSON to write")
     return p
 
 
@@ -55,7 +60,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     dense = case.dense()
     found = []
     for percent in RETAINED:
-        read = round(percent / 100 * args.length)
+        read = max(1, round(percent / 100 * args.length))
         fast = case.two_segments(read)
         for call in (dense, fast):  # compiled, and its memory touched
             call()
@@ -100,7 +105,10 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str]) -> int:
     """Measure, print, write."""
-    args = parser().parse_args(argv)
+    p = parser()
+    args = p.parse_args(argv)
+    if args.heads % args.kv_heads:
+        p.error(f"--heads must be a multiple of --kv-heads, got {args.heads} and {args.kv_heads}")
     rows = measure(args)
     names = ("length", "batch", "heads", "kv_heads", "head_dim", "dtype", "scattered")
     sizes = {key: getattr(args, key) for key in names}

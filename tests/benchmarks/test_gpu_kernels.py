@@ -206,9 +206,10 @@ def test_nothing_is_begun_when_time_is_up(tmp_path, monkeypatch, capsys):
         "--batch",
         "3",
     ]
-    assert gpu_kernels.main([*few, "--seconds", "0", "--out", str(out)]) == 0
+    assert gpu_kernels.main([*few, "--seconds", "0", "--out", str(out)]) == 1
     left_out = json.loads(out.read_text())["left_out"]
     assert len(left_out) == 5 and left_out[-1] == "span_tables, 3 x 64, 4/2 heads of 16 (timed)"
+    assert json.loads(out.read_text())["failures"] == ["no value was compared"]
     assert "Left out (5):" in capsys.readouterr().out
 
 

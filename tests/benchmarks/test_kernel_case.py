@@ -53,3 +53,26 @@ def test_the_table_stands_beside_the_papers(tmp_path, capsys):
     assert [row["entries_ratio"] for row in rows][2:] == [8, 4, 2]
     assert all(row["ratio"]["n"] == 3 and row["ratio"]["min"] > 0 for row in rows)
     assert "| 12.5% |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--heads", "3", "--kv-heads", "4"], "--heads must be a multiple of --kv-heads, got 3 and 4"),
+        (["--batch", "0"], "argument --batch: must be an integer >= 1"),
+        (["--calls", "-5"], "argument --calls: "),
+        (["--calls", "0"], "argument --calls: must be an integer >= 1"),
+        (["--out", "."], "argument --out: . is a folder; give a file"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(sfi_kernels, "measure", None)
+    with pytest.raises(SystemExit) as stop:
+        sfi_kernels.main(flags)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_of_few_entries_one_is_read_at_least():
+    flags = ["--length", "10", "--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
+    args = sfi_kernels.parser().parse_args([*flags, "--dtype", "float32", "--calls", "1"])
+    assert [row["entries_ratio"] for row in sfi_kernels.measure(args)] == [10, 10, 10, 5, 2]

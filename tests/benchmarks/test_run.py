@@ -21,6 +21,7 @@ from fathom.benchmarks import (
     paper_tables,
     prompts,
     report,
+    sfi_kernels,
     soak,
     variants,
 )
@@ -277,13 +278,14 @@ def test_a_folder_that_cannot_be_written_is_one_line(command, tmp_path, capsys):
     assert len(told) == 1 and "Not a directory" in told[0]
 
 
-@pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, soak])
+@pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, sfi_kernels, soak])
 def test_results_that_could_not_be_written_are_refused_before_anything_starts(command, tmp_path, capsys):
     words = ["tsp", "prompts.jsonl"] if command is calibrate else []
     (tmp_path / "file").touch()
     for place, message in [
         (tmp_path, f"{tmp_path} is a folder; give a file"),
         (tmp_path / "file" / "out.json", f"{tmp_path}/file/out.json cannot be written"),
+        *((tmp_path / f"x{end}", f"{tmp_path}/x{end} is to hold JSON") for end in (".csv", ".PNG", ".md")),
     ]:
         with pytest.raises(SystemExit) as stop:
             command.parser().parse_args([*words, "--out", str(place)])
