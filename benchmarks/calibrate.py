@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from fathom.benchmarks import plot_calibration
@@ -46,7 +48,14 @@ def parser() -> argparse.ArgumentParser:
     add("--model-path", metavar="MODEL", help="folder, or name on Hugging Face (default: the demo model)")
     add("--tsp-rate", type=float, default=0.2, help="share of tokens that go on (default: %(default)s)")
     add("--max-layer", type=int, help="L_max: the last layer to recommend (default: half of the layers)")
-    add("--tolerance", type=float, default=0.0, help="take the earliest layer this close to the best one")
+    add(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="DISTANCE",
+        help="take the earliest layer whose distance is at most this much above the best one's "
+        "(default: %(default)g)",
+    )
     add("--depth-span", type=int, metavar="LAYERS", help="layers per depth page, as the server will have it")
     add(
         "--max-tokens",
@@ -55,11 +64,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longer prompts keep their end (default: %(default)s)",
     )
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="that the model runs in (default: %(default)s)",
+    )
     add(
         "--out", type=result_file, default=Path("tsp.json"), help="the profile to write; a PNG goes beside it"
     )
     return result
+
+
+def _chat(messages: Any) -> list[dict[str, Any]]:
+    """TypeError for what is no list of messages: a template may take it for one."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise TypeError("not a list of messages")
+    return messages
 
 
 def read_prompts(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
@@ -69,20 +90,24 @@ def read_prompts(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
         StartError: for a file that cannot be read, a line without a prompt, or no line at all.
     """
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = path.read_text().split("\n")  # a string of JSON may hold other line separators
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise StartError(f"{path}: not text in UTF-8") from None
     prompts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             item = json.loads(line)
             if messages := item.get("messages"):
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                ids = tokenizer.apply_chat_template(
+                    _chat(messages), add_generation_prompt=True, return_dict=False
+                )
             else:
                 ids = tokenizer(item.get("prompt") or item["text"])["input_ids"]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, TemplateError) as error:
             raise StartError(f"{path}, line {number}: no prompt in it ({type(error).__name__})") from None
         prompts.append(list(ids)[-longest:])
     if not prompts:
@@ -104,6 +129,8 @@ def measure(model: str, prompts: list[list[int]], options: argparse.Namespace) -
 
     if not 0 < options.tsp_rate < 1:
         raise StartError(f"--tsp-rate must be in (0, 1), got {options.tsp_rate}")
+    if not 0 <= options.tolerance < math.inf:
+        raise StartError(f"--tolerance must be a finite distance >= 0, got {options.tolerance:g}")
     config = FastKVConfig(tsp_rate=options.tsp_rate)
     shortest = min(map(len, prompts))
     if shortest <= config.window / options.tsp_rate:

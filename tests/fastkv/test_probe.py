@@ -85,6 +85,11 @@ def test_a_file_that_is_no_profile(tmp_path, content, message):
         ('{"text": "' + "one two " * 60 + '"}', ["--depth-span", "3"], "does not divide"),
         ('{"text": "' + "one two " * 60 + '"}', ["--max-layer", "0"], "no boundary between spans"),
         ('{"text": "a"}', ["--tsp-rate", "1"], "--tsp-rate must be in"),
+        ('{"text": "a"}', ["--tolerance", "-1"], "--tolerance must be a finite distance >= 0, got -1"),
+        ('{"text": "a"}', ["--tolerance", "nan"], "--tolerance must be a finite distance >= 0, got nan"),
+        ('\n{"messages": "hello"}', [], r"line 2: no prompt in it \(TypeError\)"),
+        ('{"messages": ["hello"]}', [], r"line 1: no prompt in it \(TypeError\)"),
+        ('{"messages": [{"role": "user"}]}', [], "line 1: no prompt in it"),
     ],
 )
 def test_what_cannot_be_measured_is_said(tiny_model, tmp_path, lines, flags, message):
@@ -92,6 +97,15 @@ def test_what_cannot_be_measured_is_said(tiny_model, tmp_path, lines, flags, mes
     path.write_text(lines)
     with pytest.raises(StartError, match=message):
         calibrate.main(["tsp", str(path), "--model-path", str(tiny_model), *flags])
+
+
+def test_a_prompt_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "one\u2028two"}\n\n{"text": "three\x85"}\r\n')
+    assert calibrate.read_prompts(path, lambda text: {"input_ids": [text]}, 9) == [
+        ["one\u2028two"],
+        ["three\x85"],
+    ]
 
 
 def test_models_and_files_that_cannot_be_read_are_said(tiny_model, tmp_path):
