@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fathom.benchmarks.client import BenchError
+
 VERSION = "0.32.0"
 LOCK = Path(__file__).with_name("vllm.lock")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -43,22 +45,34 @@ def _name_distribution(folder: Path) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
 
 
+def _run(command: list[str]) -> None:
+    """BenchError where it fails; what it says itself is shown before."""
+    try:
+        subprocess.run(command, check=True)
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise BenchError(f"the environment of vLLM cannot be made: {error}") from None
+
+
 def make(folder: Path) -> None:
-    """Create or complete the environment in `folder`."""
+    """Create or complete the environment in `folder`. BenchError where that fails."""
     if is_ready(folder):
         return
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    _run([sys.executable, "-m", "venv", str(folder)])
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-deps", "--quiet"]
-    subprocess.run([*pip, "--retries", "1", "--extra-index-url", CPU_INDEX, "-r", str(LOCK)], check=True)
+    _run([*pip, "--retries", "1", "--extra-index-url", CPU_INDEX, "-r", str(LOCK)])
     _name_distribution(folder)
-    subprocess.run([str(executable(folder)), "--version"], check=True)
+    _run([str(executable(folder)), "--version"])
     (folder / LOCK.name).write_bytes(LOCK.read_bytes())
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fathom.benchmarks.vllm_env", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
-    make(parser.parse_args(argv).folder)
+    try:
+        make(parser.parse_args(argv).folder)
+    except BenchError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
