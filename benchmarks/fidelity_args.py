@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fathom.benchmarks.args import named_policy, result_file
-from fathom.benchmarks.fidelity_grids import GRIDS
+from fathom.benchmarks.fidelity_grids import GRIDS, NamedGrid
 from fathom.benchmarks.variants import Variant, with_body, with_flags
 from fathom.demo.corpus import TASKS
 from fathom.server.units import token_count
@@ -72,7 +72,7 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
     add(
         "--grid",
         choices=list(GRIDS),
-        help="a committed table's policies, tasks, lengths, samples and picture; other flags go before it",
+        help="a committed table's policies, tasks, lengths, samples and picture; flags given beside it win over it",
     )
     add("--tasks", type=_names, default=list(TASKS), metavar="T,T", help=f"of {', '.join(TASKS)}")
     add("--contexts", type=_counts, default="512,1k,2k,4k", metavar="N,N", help="default: %(default)s")
@@ -97,7 +97,12 @@ def _add_server(p: argparse.ArgumentParser) -> None:
 def _add_run(p: argparse.ArgumentParser) -> None:
     add = p.add_argument_group("how it runs").add_argument
     add("--in-flight", type=int, default=4, help="requests at once (default: %(default)s)")
-    add("--minutes", type=float, default=18.0, help="no new requests after these (default: %(default)g)")
+    add(
+        "--minutes",
+        type=float,
+        default=18.0,
+        help=f"no new requests after these (default: 18; with --grid {NamedGrid.minutes:g})",
+    )
     add("--limit", type=float, default=300.0, help="seconds a request may take (default: %(default)g)")
     add("--cache", type=Path, default=Path(".bench"), help="the server's log (default: %(default)s)")
     add("--out", type=result_file, metavar="FILE.json", help="CSV and PNG are written beside it")
