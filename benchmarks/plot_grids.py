@@ -11,7 +11,7 @@ from fathom.benchmarks.fidelity_grids import NamedGrid, Point
 from fathom.benchmarks.fidelity_report import ALL_TASKS, Row
 
 Found = dict[str, Row]
-"""Rows of one task by policy."""
+"""Rows of one panel by policy."""
 
 
 def _percent(value: float) -> float:
@@ -25,11 +25,13 @@ def _families(grid: NamedGrid) -> dict[str, list[Point]]:
     return found
 
 
-def _by_task(rows: Sequence[Row]) -> dict[str, Found]:
-    """Several tasks also together, at the end."""
+def _by_cell(rows: Sequence[Row]) -> dict[str, Found]:
+    """By task, with the length where there are several; several cells also together, at the end."""
     found: dict[str, Found] = {}
+    lengths = {row.context for row in rows if row.context}
     for row in rows:
-        found.setdefault(row.task, {})[row.policy] = row
+        name = f"{row.task}, {row.context} tokens" if row.context and len(lengths) > 1 else row.task
+        found.setdefault(name, {})[row.policy] = row
     if len(found) == 2:
         del found[ALL_TASKS]
     return found
@@ -78,26 +80,29 @@ def _figure(panels: int, width: float = 4.2) -> tuple[Any, list[Any]]:
 
 
 def _lines(grid: NamedGrid, rows: Sequence[Row]) -> Any:
-    """A panel per task; where decoding alternates, one more with the share of slow steps."""
-    tasks, families = _by_task(rows), _families(grid)
+    """A panel per cell; where decoding alternates, one more with the share of slow steps."""
+    cells, families = _by_cell(rows), _families(grid)
     stepped = any(row.fast_steps for row in rows)
-    figure, axes = _figure(len(tasks) + stepped)
-    for axis, (task, found) in zip(axes, tasks.items(), strict=False):
-        _lines_panel(axis, families, found, task)
+    figure, axes = _figure(len(cells) + stepped)
+    for axis, (name, found) in zip(axes, cells.items(), strict=False):
+        _lines_panel(axis, families, found, name)
     if stepped:
-        _slow_panel(axes[-1], families, next(iter(tasks.values())))
+        first = next(iter(cells))
+        _slow_panel(
+            axes[-1], families, cells[first], f"slow steps, {first}" if len(cells) > 1 else "slow steps"
+        )
     axes[0].legend(fontsize=7, loc="best")
     figure.supxlabel(grid.axes[0], fontsize=9)
     return figure
 
 
-def _slow_panel(axis: Any, families: dict[str, list[Point]], rows: Found) -> None:
+def _slow_panel(axis: Any, families: dict[str, list[Point]], rows: Found, title: str) -> None:
     for family, points in families.items():
         known = [rows[point.name] for point in points if point.name in rows]
         shares = [_percent(row.slow_steps / max(row.slow_steps + row.fast_steps, 1)) for row in known]
         axis.plot([_percent(point.x) for point in points], shares, label=family, marker="o", ms=3, lw=1.2)
     _ticks(axis, sorted({_percent(point.x) for points in families.values() for point in points}))
-    axis.set(title="slow steps", ylim=(0, None), ylabel="share of decode steps (%)")
+    axis.set(title=title, ylim=(0, None), ylabel="share of decode steps (%)")
 
 
 def _map(axis: Any, points: list[Point], rows: Found, label_x: str, x_of: Callable[[float], float]) -> None:
@@ -115,18 +120,18 @@ def _map(axis: Any, points: list[Point], rows: Found, label_x: str, x_of: Callab
 
 
 def _maps(grid: NamedGrid, rows: Sequence[Row]) -> Any:
-    """A row of panels per task group: the heat maps, and the families that have a rate only as lines."""
-    tasks, families = _by_task(rows), _families(grid)
+    """A row of panels per cell: the heat maps, and the families that have a rate only as lines."""
+    cells, families = _by_cell(rows), _families(grid)
     flat = {name: points for name, points in families.items() if points[0].y is None}
     maps = {name: points for name, points in families.items() if points[0].y is not None}
-    figure, axes = _figure(len(tasks) * 3, 4.0)
-    for i, (task, found) in enumerate(tasks.items()):
+    figure, axes = _figure(len(cells) * 3, 4.0)
+    for i, (title, found) in enumerate(cells.items()):
         for axis, (name, points) in zip(axes[3 * i :], maps.items(), strict=False):
             of_layers = points[0].x >= 1
             label = "TSP layer (10 % retained)" if of_layers else "KV retention rate (%)"
             _map(axis, _with_default_layer(points, families), found, label, float if of_layers else _percent)
-            axis.set_title(f"{task}: {name}", fontsize=9)
-        _lines_panel(axes[3 * i + 2], {"FastKV, TSP = retention": _diagonal(maps), **flat}, found, task)
+            axis.set_title(f"{title}: {name}", fontsize=9)
+        _lines_panel(axes[3 * i + 2], {"FastKV, TSP = retention": _diagonal(maps), **flat}, found, title)
         axes[3 * i + 2].set_xlabel("KV retention rate (%)")
     axes[2].legend(fontsize=7, loc="best")
     return figure
