@@ -10,6 +10,25 @@ PREFIX = "--sfi-"
 MEMORY_FIELDS = ("buffer_mib", "evidence_mib")
 UNUSED = ("prefill_window",)
 """Fields without a flag: the engine takes a request's first selection from its first decode step."""
+WORDS = {
+    "sink": "first tokens that every fast step reads",
+    "recent": "last tokens that every fast step reads, its own included",
+    "selected": "entries that a slow step chooses for the fast steps after it",
+    "refresh_budget": "fast steps after which a slow one comes, whatever the tokens are",
+    "minimum_gap": "fast steps before a trigger, such as the end of a sentence, counts again",
+    "power": "how the attention of a KV head's queries is averaged: 1 is the mean, less dampens large entries",
+    "norm_decay": "how strongly the Selector's prior favours keys of small norm",
+    "position_decay": "how strongly the prior favours early tokens over late ones",
+    "position_curve": "how late among the tokens that sets in: the higher, the later",
+    "tail_brake": "how strongly the prior lowers the very last of the tokens to choose from",
+    "prior_clip": "largest share of the prior in a token's score; the rest is attention",
+    "nms_strength": "how strongly a token's score is lowered by a better one nearby",
+    "nms_radius": "how near such a better one is looked for",
+    "cross_head": "how strongly a KV head's score is lowered where other heads want the same position",
+    "temperature": "how alike heads that want the same position are treated: the higher, the more",
+    "epsilon": "keeps logarithms and quotients finite",
+}
+"""What each number is, for people."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "slow-fast decoding (Slow-Fast Inference), for requests with decode slow_fast"
     )
     for item in _numbers():
-        text = f"{item.metadata['unit']}; {_legal(item)} (default: {item.default}; {item.metadata['source']})"
+        unit, source = item.metadata["unit"], item.metadata["source"]
+        text = f"{WORDS[item.name]}; {unit}, {_legal(item)} (default: {item.default}; {source})"
         group.add_argument(_flag(item.name), type=item.type, metavar="N", help=text)
     group.add_argument(
         _flag("buffer_mib"),

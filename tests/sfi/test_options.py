@@ -8,7 +8,7 @@ import torch
 
 from fathom.runtime.decode import Shape
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
-from fathom.runtime.sfi.options import UNUSED, SfiOptions, add_arguments, from_arguments
+from fathom.runtime.sfi.options import UNUSED, WORDS, SfiOptions, add_arguments, from_arguments
 
 
 def parse(*flags):
@@ -31,6 +31,19 @@ def test_every_number_has_its_flag(kind):
         options = parse("--sfi-" + item.name.replace("_", "-"), str(value))
         assert getattr(options.config if kind is SfiConfig else options.selector, item.name) == value
         assert value != item.default
+
+
+def test_the_help_says_first_what_each_number_is():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    helps = {action.dest: action.help for action in parser._actions}
+    assert helps["sfi_recent"] == (
+        "last tokens that every fast step reads, its own included; tokens, >= 1 (default: 256; section 5.1)"
+    )
+    assert set(WORDS) == {item.name for kind in (SfiConfig, SelectorConfig) for item in fields(kind)} - set(
+        UNUSED
+    )
+    assert all(helps[f"sfi_{name}"].startswith(f"{words}; ") for name, words in WORDS.items())
 
 
 @pytest.mark.parametrize(
