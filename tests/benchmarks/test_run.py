@@ -309,7 +309,7 @@ def test_a_server_that_is_killed_leaves_its_last_words(tmp_path, monkeypatch, ca
     use_fakes(monkeypatch, "--lie", "killed")
     assert bench(tmp_path, "--variants", "fathom") == (1, None)
     told = capsys.readouterr().err
-    assert "fathom ended in mid-run:" in told and "asked 64" in told
+    assert "fathom ended in mid-run (-9):" in told and "asked 64" in told
 
 
 SCRIPT = """
