@@ -15,6 +15,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 from sglang.srt.runtime_context import get_lora
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
@@ -30,6 +31,9 @@ from fathom.server.routes import GENERATES, OTHER, path_of
 
 MOST_LOGGED = 3
 """SGLang's highest level of logging requests (``--log-requests-level``)."""
+
+SPARE_TOKENS = 2
+"""Of a context, that SGLang's scheduler gives neither to the prompt nor to the answer."""
 
 _UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'")
 
@@ -136,10 +140,22 @@ class FathomTokenizerManager(TokenizerManager):
             await stream.aclose()
 
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: Any) -> None:
+        if self.allow_auto_truncate and isinstance(obj, GenerateReqInput) and input_ids is not None:
+            self._cut(obj.sampling_params, input_ids)
         super()._validate_one_request(obj, input_ids)
         no_tokens = input_ids is not None and len(input_ids) == 0
         if no_tokens and isinstance(obj, GenerateReqInput) and obj.input_embeds is None:
             raise ValueError("the prompt must have at least one token")
+
+    def _cut(self, sampling: dict[str, Any], input_ids: list[int]) -> None:
+        """Cut a prompt to what fits into the context beside its answer, of which at most half is the answer's.
+
+        The scheduler does so for the pool; SGLang would leave the answer nothing.
+        """
+        given = {"max_new_tokens": SamplingParams().max_new_tokens} | (self.preferred_sampling_params or {})
+        wanted = max(1, (given | sampling)["max_new_tokens"] or 1)
+        room = self.context_len - self.num_reserved_tokens - SPARE_TOKENS
+        del input_ids[max(1, room - min(wanted, max(1, room // 2))) :]
 
     def _drop_placeholders(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         """Forget the states that stand for n > 1 generations until each gets its own.

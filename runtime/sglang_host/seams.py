@@ -112,7 +112,7 @@ LEDGER: tuple[Seam, ...] = (
         for method, why, parameters in (
             ("init_metric_collector_watchdog", "creates our metrics once SGLang's are set up", ""),
             ("_init_req_state", "opens the account of each generation", "obj request"),
-            ("_validate_one_request", "refuses a prompt without tokens", "obj input_ids"),
+            ("_validate_one_request", "refuses prompts without tokens, cuts too long ones", "obj input_ids"),
             ("_send_one_request", "tells SGLang's own prefix request from a client's", "tokenized_obj"),
             ("_handle_abort_req", "counts aborted generations", "recv_obj"),
             ("_release_req_states_on_failure", "counts generations that never reached the engine", "rids"),

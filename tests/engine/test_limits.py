@@ -10,8 +10,9 @@ from greedy import body_of
 from noisy import draft_flags
 from waiting import wait_until
 
-POOL, LONGEST_ANSWER, INTERVAL = 600, 150, 8
+POOL, CONTEXT, LONGEST_ANSWER, INTERVAL = 600, 1600, 150, 8
 FLAGS = ("--dtype", "float32", "--max-total-tokens", str(POOL), "--allow-auto-truncate")
+FLAGS += ("--context-length", str(CONTEXT))
 FLAGS += ("--max-queued-requests", "1", "--stream-interval", str(INTERVAL))
 POLICIES = (
     {},
@@ -61,6 +62,14 @@ def test_a_prompt_is_cut_to_what_fits_with_its_answer(server, policy):
     for more in (0, 1):  # a token more would not fit
         again = ask(server, prompt_of(1500)[: answer["prompt_tokens"] + more], policy, 30)
         assert again["prompt_tokens"] == answer["prompt_tokens"]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 30, 140])
+def test_a_prompt_is_cut_to_what_the_context_holds_beside_its_answer(server, wanted):
+    policy = {"prefill_keep_rate": 0.1, "min_prompt_tokens": 0}  # the pool would hold more
+    answer = ask(server, prompt_of(2 * CONTEXT), policy, wanted)
+    assert answer["finish_reason"] == {"type": "length", "length": wanted}
+    assert CONTEXT - 6 <= answer["prompt_tokens"] + max(wanted, 4) <= CONTEXT
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=json.dumps)

@@ -268,6 +268,57 @@ def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
     assert manager.rid_to_state.keys() == {"b"}
 
 
+CONTEXT = 1002
+"""Of which SGLang's scheduler gives 1,000 tokens to a prompt and its answer."""
+
+
+@pytest.fixture
+def cutting(manager, monkeypatch):
+    """The manager with what decides how long a prompt may be."""
+    manager.allow_auto_truncate, manager.context_len = True, CONTEXT
+    manager.num_reserved_tokens, manager.preferred_sampling_params = 0, None
+    monkeypatch.setattr(ours.TokenizerManager, "_validate_one_request", lambda *_: None)
+    return manager
+
+
+def length_left(manager, prompt, **sampling):
+    ids = list(range(prompt))
+    manager._validate_one_request(GenerateReqInput(input_ids=ids, sampling_params=sampling), ids)
+    assert ids == list(range(len(ids))), "it loses its end"
+    return len(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "left"),
+    [
+        (5000, 10, 990),
+        (995, 10, 990),
+        (990, 10, 990),
+        (5000, 500, 500),
+        (5000, 900, 500),
+        (400, 900, 400),
+        (5000, None, 999),
+        (5000, 0, 999),
+    ],
+)
+def test_a_prompt_is_cut_so_that_the_context_holds_its_answer(cutting, prompt, answer, left):
+    assert length_left(cutting, prompt, max_new_tokens=answer) == left
+
+
+def test_how_long_an_answer_is_that_no_length_was_asked_for(cutting):
+    assert length_left(cutting, 5000) == 1000 - 128, "SGLang's default"
+    cutting.preferred_sampling_params = {"max_new_tokens": 50}
+    assert length_left(cutting, 5000) == 950
+    assert length_left(cutting, 5000, max_new_tokens=10) == 990
+    cutting.num_reserved_tokens = 20
+    assert length_left(cutting, 5000) == 930
+
+
+def test_no_prompt_is_cut_unless_the_operator_wants_it(cutting):
+    cutting.allow_auto_truncate = False
+    assert length_left(cutting, 5000, max_new_tokens=10) == 5000
+
+
 LOGPROBS = {"return_logprob": True, "logprob_start_len": 0}
 
 
