@@ -18,6 +18,7 @@ from fathom.server.errors import MALFORMED, raised_by_body, rewrite
 from fathom.server.routes import (
     COMPLETIONS,
     GENERATE,
+    GENERATES,
     GENERATION_ROUTES,
     RESPONSES,
     WEIGHT_ROUTES,
@@ -84,6 +85,8 @@ class PolicyMiddleware:
         path = path_of(scope) if scope["type"] == "http" else ""
         if path in GENERATION_ROUTES and scope["method"] in ("POST", "PUT"):
             await self._generate(path, scope, receive, send)
+        elif path in GENERATES and scope["method"] in ("POST", "PUT"):
+            await self._generate_by_default(path, scope, receive, send)
         elif path.startswith(RESPONSES + "/") and scope["method"] == "GET":
             stored = self._responses.get(path.removeprefix(RESPONSES + "/"))
             await self._app(scope, receive, Answer(send, stored) if stored else send)
@@ -118,6 +121,18 @@ class PolicyMiddleware:
             await send_error(path, RequestError(400, MALFORMED), send)
         finally:
             CURRENT.reset(token)
+
+    async def _generate_by_default(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """One of the routes that know no policy: nobody's wish for one is passed over in silence."""
+        try:
+            body = await read_body(scope, receive, self._face.max_body_bytes)
+            refuse_policy(body)
+        except ClientGone:
+            return
+        except RequestError as error:
+            await send_error(path, error, send)
+            return
+        await self._app(scope, replay(body, receive), send)
 
     def _remember(self, response_id: str, context: RequestContext) -> None:
         self._responses[response_id] = context
@@ -181,6 +196,17 @@ def take_policy(
         return body, None, name
     request = content.pop("fathom", None)
     return orjson.dumps(content), request, name
+
+
+def refuse_policy(body: bytes) -> None:
+    """Refuse a policy where none can be asked for. What is no JSON object, the route refuses itself."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return
+    if isinstance(content, dict) and content.get("fathom") is not None:
+        asked = ", ".join(GENERATION_ROUTES)
+        raise RequestError(400, f"fathom cannot be had on this route; it can on {asked}", "fathom")
 
 
 def refuse_private(content: dict[str, Any]) -> None:
