@@ -95,7 +95,13 @@ ONE_COPY = Rule(
     "--dp-size 1",
     "replicas are servers of their own",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY
+WIDE_KV = Rule(
+    (),
+    lambda args: args.kv_cache_dtype in ("auto", "bf16", "bfloat16"),
+    "--kv-cache-dtype auto or bfloat16",
+    "the kernels read keys and values of 16 or 32 bits",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, WIDE_KV
 """Asked for on a CPU too."""
 
 CPU_LORA_RULES = (
@@ -153,12 +159,6 @@ GPU_RULES = (
         "--enforce-disable-flashinfer-allreduce-fusion",
         "rows are chosen between layers, where a fused reduction is still to come",
         ("--flashinfer-allreduce-fusion-backend",),
-    ),
-    Rule(
-        (),
-        lambda args: args.kv_cache_dtype in ("auto", "bf16", "bfloat16"),
-        "--kv-cache-dtype auto or bfloat16",
-        "the kernels read keys and values of 16 or 32 bits",
     ),
     Rule(
         (),

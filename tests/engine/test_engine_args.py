@@ -77,10 +77,11 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         (("--moe-a2a-backend", "deepep", "--tp-size", "2"), r"--moe-a2a-backend none .*: each device has"),
         (("--moe-dense-tp-size", "1", "--tp-size", "2"), r"none of --moe-dense-tp-size, .*: each device has"),
         (("--dp-size", "2"), r"--dp-size 1: replicas are servers of their own"),
+        (("--kv-cache-dtype", "fp8_e5m2"), r"--kv-cache-dtype auto or bfloat16: .* 16 or 32 bits"),
         (("--enable-return-routed-experts",), r"no --enable-return-routed-experts: .* more slots"),
     ],
 )
-def test_what_divides_rows_or_counts_slots_is_refused(tiny_model, flags, told):
+def test_what_depth_pages_do_not_go_with_is_refused(tiny_model, flags, told):
     with pytest.raises(ValueError, match=f"KV in depth pages needs .*{told}"):
         engine_args.build(["--model-path", str(tiny_model), *flags])
 
