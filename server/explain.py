@@ -217,7 +217,8 @@ def _notes_on(policy: config.Policy, prompt: int, buffer: int, slow_fast: cost.S
         )
     if policy.prefill_keep_rate != 1 and prompt >= policy.min_prompt_tokens:
         notes.append(
-            "System text and tools are kept on top of what SpecPrefill chooses; they are not counted here."
+            "System text and tools stay and count in SpecPrefill's budget; only where they alone exceed it is more "
+            "kept than shown."
         )
     if policy.decode == "slow_fast":
         notes.append(

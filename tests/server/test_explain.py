@@ -91,6 +91,12 @@ def test_a_draft_and_fast_steps_by_hand(figures, model, tmp_path):
     assert found["costs"]["dense"]["draft_flops"] == found["costs"]["dense"]["compact_bytes"] == 0
 
 
+def test_a_note_says_what_counts_in_a_budget(figures, model):
+    asked = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 0}
+    found = figures("--prompt-tokens", 64, "--policy", json.dumps(asked), "--draft-model-path", model)
+    assert any("stay and count in SpecPrefill's budget" in note for note in found["notes"])
+
+
 def test_presets_and_what_they_leave_out(figures, tmp_path):
     found = figures("--prompt-tokens", 5000, "--preset", "turbo", "--policy", '{"kv_retention_rate": 0.3}')
     assert found["policy"]["preset"] == "custom" and found["policy"]["kv_retention_rate"] == 0.3
