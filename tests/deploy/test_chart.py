@@ -272,6 +272,11 @@ def test_a_router_without_keys():
         {"strategy": {"rollingUpdate": {"maxSurge": "25%"}}},
         {"strategy": {"type": "OnDelete"}},
         {"strategy": {"maxSurge": 1}},
+        {"gpu": {"count": 8}, "parallel": {"tensorSize": 4}},
+        {"gpu": {"count": 2}},
+        {"server": {"extraArgs": ["--port=8080"]}},
+        {"server": {"extraArgs": ["--host", "::"]}},
+        {"policy": {"args": ["--port", "30001"]}},
     ],
     ids=[
         "preset",
@@ -290,6 +295,11 @@ def test_a_router_without_keys():
         "cache of one node for a share of pods",
         "strategy of other objects",
         "strategy without its type",
+        "GPUs that nobody uses",
+        "a second GPU that nobody uses",
+        "a port that the Service does not know",
+        "an address of one's own",
+        "a port among the policy's flags",
     ],
 )
 def test_mistaken_values_are_refused(values):
@@ -304,6 +314,7 @@ def test_mistaken_values_are_refused(values):
         {"gpu": {"count": 0}, "model": {"path": "org/m", "draft": "org/d"}, "policy": {"preset": "turbo"}},
         {"model": {"path": "org/m", "draft": "org/d"}, "policy": {"preset": "turbo"}},
         {"server": {"extraArgs": ["--no-gpu-depth-pages"]}},
+        {"gpu": {"count": 2}, "server": {"extraArgs": ["--no-gpu-depth-pages", "--pp-size=2"]}},
         {"replicas": 2, "cache": {"existingClaim": "models"}},
         {"replicas": 2, "cache": {"enabled": False}},
         {"strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}, "cache": {"enabled": False}},
@@ -312,6 +323,7 @@ def test_mistaken_values_are_refused(values):
         "draft on a CPU",
         "draft on a GPU",
         "dense without depth pages",
+        "GPUs for layers",
         "claim of one's own",
         "no cache",
         "a pod more at updates",
@@ -332,6 +344,13 @@ def test_pods_that_end_before_others_begin_have_no_rolling_update():
 def test_what_no_machine_has_is_told_in_words():
     with pytest.raises(helm.HelmError, match=r"tensorSize 2 counts GPUs, and gpu\.count is 0"):
         render({"gpu": {"count": 0}, "parallel": {"tensorSize": 2}})
+
+
+def test_options_that_the_pod_would_not_go_with_are_told_in_words():
+    with pytest.raises(helm.HelmError, match=r"gpu\.count 8 is more than parallel\.tensorSize 4"):
+        render({"gpu": {"count": 8}, "parallel": {"tensorSize": 4}})
+    with pytest.raises(helm.HelmError, match="--port=8080: the probes and the Service want"):
+        render({"server": {"extraArgs": ["--port=8080"]}})
 
 
 def test_a_range_of_replicas_that_is_none_is_told_in_words():

@@ -45,6 +45,17 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $others := 0 -}}
+{{- range concat .Values.server.extraArgs .Values.policy.args -}}
+{{- if regexMatch "^--(host|port)(=|$)" . -}}
+{{- fail (printf "%s: the probes and the Service want 0.0.0.0 and port 30000 of the pod; service.port is what others see" .) -}}
+{{- else if regexMatch "^--(pp-size|pipeline-parallel-size|dp-size|data-parallel-size)(=|$)" . -}}
+{{- $others = 1 -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int .Values.gpu.count) (int .Values.parallel.tensorSize)) (not $others) -}}
+{{- fail (printf "gpu.count %d is more than parallel.tensorSize %d: a replica uses as many GPUs as the latter says" (int .Values.gpu.count) (int .Values.parallel.tensorSize)) -}}
+{{- end -}}
 {{- with .Values.autoscaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int .minReplicas) (int .maxReplicas)) -}}
