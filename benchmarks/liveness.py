@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import httpx
 
 from fathom.benchmarks import vllm_env
@@ -134,18 +136,22 @@ def check_reply(server: Server, reply: Reply) -> None:
         raise BenchError(
             f"{name}: asked for {server.variant.policy}, but the request was served dense: {report}"
         )
-    if missing := _left_out(report):
+    if missing := _left_out(report, server.variant.members):
         raise BenchError(f"{name}: asked for {server.variant.policy}, but {missing}: {report}")
 
 
-def _left_out(report: dict) -> str | None:
-    """A mechanism of the policy that the scheduler ran under, but of which the account shows nothing."""
+def _left_out(report: dict, asked: Collection[str]) -> str | None:
+    """A mechanism of the policy that the scheduler ran under, but of which the account shows nothing.
+
+    Args:
+        asked: members of the policy that the variant names; what the server's operator adds is had where it is.
+    """
     policy = report.get("policy", {})
     if report.get("propagation_skipped"):
         return "the prompt was too long for the buffer of hidden states"
     if report.get("dense_fallbacks"):
         return "no compact buffer was free"
-    if missing := _whole(policy, report):
+    if missing := _whole({name: value for name, value in policy.items() if name in asked}, policy, report):
         return missing
     # Whether it pays to propose anything is decided by request; that takes a draft that reads along.
     if policy.get("speculative") and not report["draft_read_tokens"]:
@@ -155,9 +161,9 @@ def _left_out(report: dict) -> str | None:
     return None
 
 
-def _whole(policy: dict, report: dict) -> str | None:
-    """What keeps less of a prompt, and kept all of this one."""
-    prompt, rate = report["prompt_tokens"], policy.get("prefill_keep_rate", 1)
+def _whole(asked: dict, policy: dict, report: dict) -> str | None:
+    """What was asked to keep less of a prompt, and kept all of this one."""
+    prompt, rate = report["prompt_tokens"], asked.get("prefill_keep_rate", 1)
     if rate != 1:
         if prompt < policy.get("min_prompt_tokens", 0):
             return f"SpecPrefill leaves prompts below min_prompt_tokens {policy['min_prompt_tokens']} whole"
@@ -165,10 +171,10 @@ def _whole(policy: dict, report: dict) -> str | None:
             return "the draft has read nothing"
         if rate != "auto" and report["kept_tokens"] == prompt:
             return "SpecPrefill kept the whole prompt"
-    if policy.get("tsp_rate", 1) != 1 and report.get("propagated_tokens", 0) is None:
+    if asked.get("tsp_rate", 1) != 1 and report.get("propagated_tokens", 0) is None:
         return "FastKV let the whole prompt go on"
-    if policy.get("kv_retention_rate", 1) != 1 and report.get("retained_tokens", 0) == prompt:
+    if asked.get("kv_retention_rate", 1) != 1 and report.get("retained_tokens", 0) == prompt:
         return "all KV was retained"
-    if policy.get("depth_cutoff", "full") != "full" and report.get("deep_tokens", 0) == prompt:
+    if asked.get("depth_cutoff", "full") != "full" and report.get("deep_tokens", 0) == prompt:
         return "the whole prompt was computed at the last layer"
     return None

@@ -37,6 +37,11 @@ class Variant:
         return self.body.get("fathom", {})
 
     @property
+    def members(self) -> dict:
+        """Its policy with what the preset fills in."""
+        return {**PRESETS.get(self.policy.get("preset", EXACT), {}), **self.policy}
+
+    @property
     def dense(self) -> bool:
         """Whether its requests ask for nothing to be dropped."""
         return self.policy in DENSE
@@ -44,8 +49,7 @@ class Variant:
     @property
     def drafted(self) -> bool:
         """Whether its requests need a draft model and its command names none."""
-        preset = PRESETS.get(self.policy.get("preset", EXACT), {})
-        policy = {**preset, **self.policy}
+        policy = self.members
         asked = policy.get("prefill_keep_rate", 1) != 1 or policy.get("speculative", False)
         return asked and self.option("--draft-model-path") is None
 

@@ -14,8 +14,8 @@ DONE = {"prompt_tokens": 100, "kept_tokens": 50, "kv_bytes": 5, "kv_bytes_dense"
 DONE |= {"fast_steps": 3, "draft_read_tokens": 0, "draft_tokens": 0, "cached_tokens": 84}
 
 
-def check(policy, **counters):
-    asked = {"decode": "full", "speculative": False} | policy
+def check(policy, operators=None, **counters):
+    asked = {"decode": "full", "speculative": False} | (operators or {}) | policy
     server = SimpleNamespace(variant=with_body("x", policy))
     reply = Reply(100, 8, 1.0, 2.0, 8, "", {**DONE, "policy": asked, **counters})
     liveness.check_reply(server, reply)
@@ -71,6 +71,14 @@ def test_a_part_that_was_left_out_ends_the_run(policy, counters, message):
 )
 def test_a_policy_that_was_carried_out_counts(policy, counters):
     check(policy, **counters)
+
+
+def test_what_the_servers_operator_adds_is_had_where_it_is():
+    """Not so what the variant's own preset fills in."""
+    operators = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 4096, "kv_retention_rate": 0.2}
+    check({"decode": "slow_fast"}, operators, retained_tokens=100)
+    with pytest.raises(BenchError, match="below min_prompt_tokens 4096 whole"):
+        check({"preset": "balanced"}, operators)
 
 
 def test_a_pool_too_small_for_the_documents_ends_the_run_before_they_are_read():
