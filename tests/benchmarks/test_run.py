@@ -1,5 +1,6 @@
 """Whole runs of the command against fake servers of known speed: what they measure, prove and leave."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -46,10 +47,12 @@ def use_fakes(monkeypatch, *fathom_flags):
 
 
 def leftovers():
+    """Servers that this process has started; others may be running tests beside it."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if FAKE in (process.info["cmdline"] or []):
-            found.append(process)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if FAKE in process.cmdline():
+                found.append(process)
     return found
 
 
