@@ -27,10 +27,9 @@ from fathom.benchmarks.args import named_policy, result_file
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
-from fathom.benchmarks.variants import FATHOM, Place, Variant, with_body, with_flags
+from fathom.benchmarks.variants import FATHOM, Place, Variant, filled, with_body, with_flags
 from fathom.demo.corpus import eval_samples
 from fathom.runtime.config import SPECS
-from fathom.runtime.presets import EXACT, PRESETS
 from fathom.server.checks import StartError, demo_model
 
 CONTEXTS = (150, 300, 600)
@@ -272,7 +271,7 @@ def settled(server: servers.Server) -> dict:
 
 def asked_for(policy: dict) -> set[str]:
     """The members of a `fathom` object that ask for a mechanism, those that its preset fills in among them."""
-    values = {**NEUTRAL, **PRESETS.get(policy.get("preset", EXACT), {}), **policy}
+    values = {**NEUTRAL, **filled(policy)}
     return {member for member, neutral in NEUTRAL.items() if values[member] != neutral}
 
 

@@ -13,6 +13,11 @@ DENSE: tuple[dict, ...] = ({}, {"preset": EXACT})
 """The `fathom` objects that ask for nothing to be dropped."""
 
 
+def filled(policy: dict) -> dict:
+    """A `fathom` object with what its preset fills in."""
+    return {**PRESETS.get(policy.get("preset", EXACT), {}), **policy}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One server to measure.
@@ -39,7 +44,7 @@ class Variant:
     @property
     def members(self) -> dict:
         """Its policy with what the preset fills in."""
-        return {**PRESETS.get(self.policy.get("preset", EXACT), {}), **self.policy}
+        return filled(self.policy)
 
     @property
     def dense(self) -> bool:

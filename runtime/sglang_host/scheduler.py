@@ -263,17 +263,15 @@ class FathomScheduler(Scheduler):
 
     def _lacking(self) -> dict[str, str]:
         """Mechanisms that this model or machine cannot run, with the reason."""
-        config = self.model_config
+        config, runner = self.model_config, self.tp_worker.model_runner
         reasons = {
             "KV is not in depth pages on this machine": not isinstance(
                 self.token_to_kv_pool_allocator, DepthAllocator
             ),
             "the layers of this model cannot be run a few at a time": not split_prefill.possible(
-                self.tp_worker.model_runner.model
+                runner.model
             ),
-            "the model has sliding-window layers": bool(
-                attention_layers.window_of(self.tp_worker.model_runner)
-            ),
+            "the model has sliding-window layers": bool(attention_layers.window_of(runner)),
             "streaming sessions are on": get_serving().enable_streaming_session,
             "the model is spread over pipeline stages": self.ps.pp_size > 1,
             "the model takes images or sound": config.is_multimodal,

@@ -23,8 +23,8 @@ _FAMILIES = {
 
 _MODULES = "apertus gemma glm4 llama qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe spark2_5"
 CHECKED = frozenset(f"sglang.srt.models.{name}" for name in _MODULES.split())
-"""Modules whose models are the same a few layers at a time as all at once. Their code was compared, and the answers
-of all but qwen2_moe, sarvam_moe and spark2_5. Of SGLang's others exaone4, gemma2 and gemma3_causal are not."""
+"""Modules whose models are the same a few layers at a time as all at once: by their answers; qwen2_moe, sarvam_moe and
+spark2_5 by their code. By theirs, exaone4, gemma2 and gemma3_causal are not."""
 
 
 def _seams_of(module: str, prefix: str, more: str) -> tuple[Seam, ...]:
