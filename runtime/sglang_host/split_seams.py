@@ -23,7 +23,7 @@ _FAMILIES = {
 
 _MODULES = "apertus gemma glm4 llama qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe spark2_5"
 CHECKED = frozenset(f"sglang.srt.models.{name}" for name in _MODULES.split())
-"""Modules whose models are the same a few layers at a time as all at once: by their answers; qwen2_moe, sarvam_moe and
+"""Modules whose models are the same a few layers at a time as all at once: by answers; qwen2_moe, sarvam_moe and
 spark2_5 by their code. By theirs, exaone4, gemma2 and gemma3_causal are not."""
 
 
