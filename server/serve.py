@@ -14,6 +14,7 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
+from fathom.runtime.sglang_host import imports
 from fathom.server import (
     admission,
     checks,
@@ -275,6 +276,20 @@ def main(argv: list[str]) -> NoReturn:
     ending.end_when_told()
     depth_pages.choose(work.gpu_depth_pages)
     cpu_quota.limit_threads()
+    with imports.uncollected():
+        work, server_args = _load(work)
+    _run(work, server_args)
+
+
+def _load(work: Plan) -> tuple[Plan, Any]:
+    """Import SGLang, and check with it what could not be checked before.
+
+    Returns:
+        The plan as it fits the machine, and SGLang's ``ServerArgs``.
+
+    Raises:
+        StartError: for what keeps the server from starting.
+    """
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
     from fathom.runtime.sglang_host import torchvision_ops
 
@@ -292,7 +307,7 @@ def main(argv: list[str]) -> NoReturn:
     checks.refuse_odd_keys(server_args)
     work.face.completes_middles = server_args.completion_template is not None
     _learn_limits(work.face, server_args, work.draft is not None)
-    _run(work, server_args)
+    return work, server_args
 
 
 def _with_fitting_draft(work: Plan) -> Plan:

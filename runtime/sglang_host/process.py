@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from fathom.runtime.sfi.options import SfiOptions
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host import imports, torchvision_ops
 
 torchvision_ops.declare()
 
@@ -122,12 +122,13 @@ def run_scheduler_process(
         depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor: as :func:`install`.
             All others as SGLang's function of this name.
     """
-    from sglang.srt.managers.scheduler import run_scheduler_process as run
-    from sglang.srt.plugins import load_plugins
+    with imports.uncollected():
+        from sglang.srt.managers.scheduler import run_scheduler_process as run
+        from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # may hook what we rely on: before the check, not after
-    verify_or_exit("scheduler")
-    install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor)
+        load_plugins()  # may hook what we rely on: before the check, not after
+        verify_or_exit("scheduler")
+        install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor)
     run(*args, **kwargs)
 
 
