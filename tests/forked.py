@@ -5,7 +5,6 @@ as an operator does.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -16,6 +15,8 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+
+from fathom.runtime.sglang_host import imports
 
 IMPORTED = (
     "numba",
@@ -153,9 +154,8 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
 def serve(address: str, *first: str) -> None:
     """Fork servers until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all that it has started
-    import_all(first)
-    gc.collect()
-    gc.freeze()
+    with imports.uncollected():
+        import_all(first)
     running = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")

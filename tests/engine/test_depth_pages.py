@@ -163,9 +163,10 @@ def test_a_storm_of_mixed_depths_leaves_nothing_behind(pressed_server):
         leaves = seed % 3 == 0
         patience = rng.uniform(0, 1.0) if leaves else 60
         most = rng.randrange(sampling["max_new_tokens"]) if leaves else 1000
+        limits = httpx.Timeout(60, read=patience)
         try:
             with (
-                httpx.Client(base_url=pressed_server.url, timeout=httpx.Timeout(60, read=patience)) as client,
+                httpx.Client(base_url=pressed_server.url, timeout=limits, verify=False) as client,
                 client.stream(
                     "POST", "/generate", json=body | ({"fathom": policy} if policy else {})
                 ) as stream,
