@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from forked import Forked, Template
+from forked import READ_LATE, Forked, Template
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
@@ -227,7 +227,7 @@ def command_of(script: Path | None) -> list[str]:
 def serve(run, template, model, *flags, env=None, script=None, stock=False) -> Server:
     """Start a server of a model, by a script of the engine's tests or stock SGLang's if asked.
 
-    A new process where imports may read the environment, or ask a driver that does not survive a fork.
+    A new process where imports read the environment, or ask a driver that does not survive a fork.
     """
     if stock:
         cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
@@ -235,9 +235,9 @@ def serve(run, template, model, *flags, env=None, script=None, stock=False) -> S
         sglang = [sys.executable, "-m", "fathom.benchmarks.stock_sglang", "--model-path", str(model)]
         return run([*sglang, *cpu, *quiet, *flags], env)
     arguments = ["serve", str(model), *flags]
-    if env or torch.cuda.is_available():
+    if set(env or ()) - READ_LATE or torch.cuda.is_available():
         return run([*command_of(script), *arguments], env)
-    return run(arguments, start=functools.partial(template.start, script=script))
+    return run(arguments, env, functools.partial(template.start, script=script))
 
 
 @pytest.fixture(scope="session")

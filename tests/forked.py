@@ -27,6 +27,13 @@ IMPORTED = (
     "fathom.server.app",
     "fathom.server.serve",
 )
+READ_LATE = {
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT",
+    "SGLANG_TEST_RETRACT",
+    "SGLANG_TEST_RETRACT_INTERVAL",
+}
+"""What a fork reads of its own environment; others were read when the template imported SGLang."""
 LOOK = 0.05
 """Seconds after which an exit is noticed."""
 TESTS = Path(__file__).parent
@@ -118,6 +125,15 @@ def import_all(first: tuple[str, ...]) -> None:
         importlib.import_module(name)
 
 
+def read_again() -> None:
+    """The members of ``READ_LATE`` that SGLang reads when it is imported."""
+    from sglang.srt.environ import envs
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
+    scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+
+
 def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, socket.socket]:
     """A server for who calls next; in the process that is the server it does not return."""
     told, _ = listener.accept()
@@ -136,6 +152,7 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
     os.close(log)
     # What stays the same stays where it is: from there a process finds the title that it changes.
     os.environ.update(request["env"].items() - os.environ.items())
+    read_again()
     sys.argv = ["fathom", *request["argv"]]
     try:
         code = importlib.import_module(request["module"]).main(request["argv"])
