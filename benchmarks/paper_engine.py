@@ -23,6 +23,7 @@ from fathom.benchmarks.model import FIRST_WORD
 from fathom.benchmarks.stats import order
 from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES
+from fathom.runtime.sglang_host.options import EngineOptions
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class Setup:
 
     Attributes:
         flags: of ``sglang serve``; stock: SGLang's own scheduler on its own attention.
-        options: of ``OfflineEngine``, for Fathom's.
+        options: of Fathom's scheduler.
     """
 
     flags: Sequence[str]
     stock: bool
-    options: dict[str, Any] = field(default_factory=dict)
+    options: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass
@@ -143,7 +144,7 @@ def _measured(
 ) -> tuple[dict[int, dict[str, Cell]], dict[str, Any]]:
     from fathom.runtime.sglang_host.offline import OfflineEngine
 
-    engine = OfflineEngine(setup.flags, stock=setup.stock, **setup.options)
+    engine = OfflineEngine(setup.flags, setup.stock, setup.options)
     try:
         return {length: measure(engine, ways, length, work) for length in work.lengths}, engine.report
     finally:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host import options, torchvision_ops
 
 torchvision_ops.declare()  # spawned processes import this module first
 
@@ -340,8 +340,8 @@ def parser() -> argparse.ArgumentParser:
     add("--no-stock", action="store_true", help="leave SGLang's own path out")
     add(
         "--gpu-prefill-attention",
-        choices=("auto", "gathered", "triton"),
-        default="auto",
+        choices=options.PREFILL_ATTENTION,
+        default=options.AUTO,
         help="as of fathom serve (default: %(default)s)",
     )
     add(
@@ -375,15 +375,15 @@ def setups(
     if draft is not None:
         path = paper_shapes.write(draft, folder / "draft", position, args.dtype)
         ours += ["--speculative-draft-model-path", str(path)]
-    options = {
-        "depth_span": span,
-        "tsp_layer": choose_tsp_layer(size.layers, span, None),
-        "propagation_buffer": max(args.lengths) + output,
-        "sfi": sfi_options.from_arguments(args),
-        "gpu_prefill": args.gpu_prefill_attention,
-    }
+    engine = options.EngineOptions(
+        depth_span=span,
+        tsp_layer=choose_tsp_layer(size.layers, span, None),
+        propagation_buffer=max(args.lengths) + output,
+        sfi=sfi_options.from_arguments(args),
+        gpu_prefill=args.gpu_prefill_attention,
+    )
     theirs = [*flags, *(("--attention-backend", "flashinfer") if gpu else ()), *args.engine_flags]
-    found = [Setup([*ours, *args.engine_flags], False, options)]
+    found = [Setup([*ours, *args.engine_flags], False, engine)]
     return found if args.no_stock else [Setup(theirs, True), *found]
 
 

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from starlette.middleware import Middleware
 
 from fathom.runtime import config
+from fathom.runtime.sglang_host.options import EngineOptions
 from fathom.server import errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
@@ -91,13 +92,20 @@ def watch_start(app: FastAPI, started: Callable[[], bool], on_early_end: Callabl
     app.router.lifespan_context = watched
 
 
-def launch(server_args: Any, face: Face, gate: Gate, on_ready: Callable[[dict[str, Any]], None]) -> None:
+def launch(
+    server_args: Any,
+    face: Face,
+    gate: Gate,
+    options: EngineOptions,
+    on_ready: Callable[[dict[str, Any]], None],
+) -> None:
     """Serve until stopped.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
         face: the server's policy defaults and limits.
         gate: which requests are let in, and how long the last ones may take.
+        options: of the engine's processes, beside SGLang's.
         on_ready: called with the engine process's first report once the first request can be answered.
     """
     from sglang.srt.entrypoints import http_server
@@ -152,16 +160,7 @@ def launch(server_args: Any, face: Face, gate: Gate, on_ready: Callable[[dict[st
     http_server.launch_server(
         server_args,
         init_tokenizer_manager_func=init,
-        run_scheduler_process_func=partial(
-            children.run_scheduler_process,
-            depth_span=face.depth_span,
-            tsp_layer=face.limits.tsp_layer or None,
-            propagation_buffer=face.propagation_buffer or 0,
-            shallow_factor=face.shallow_factor,
-            sfi=face.sfi,
-            draft_cost=face.draft_cost,
-            gpu_prefill=face.gpu_prefill,
-        ),
+        run_scheduler_process_func=partial(children.run_scheduler_process, options=options),
         run_detokenizer_process_func=children.run_detokenizer_process,
         launch_callback=warmed_up,
     )

@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fathom.runtime.config import Choice, Limits, Policy, choose
-from fathom.runtime.sfi.options import SfiOptions
 from fathom.server.history import History
 
 PRIVATE_KEYS = frozenset({"first_token_time", "staircase"})
@@ -22,14 +20,6 @@ class Face:
         asked: the operator's policy fields, for requests that say nothing else.
         tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
-        depth_span: layers per depth page, or None for the model's default.
-        tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to L / 2.
-        profile: file of what was measured for the model, or None.
-        propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
-        shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
-        sfi: how requests decode slow and fast.
-        draft_cost: time of a draft step as a share of the model's; None to estimate it.
-        gpu_prefill: what computes the attention of prefill on a GPU, ``auto``, ``gathered`` or ``triton``.
         history: the last generations, for the live page.
         max_body_bytes: largest request body that is read.
         completes_middles: whether the operator has said how a completion with a suffix is asked for.
@@ -39,14 +29,6 @@ class Face:
     asked: Mapping[str, Any] = field(default_factory=dict)
     tunings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
-    depth_span: int | None = None
-    tsp_layer: int | None = None
-    profile: Path | None = None
-    propagation_buffer: int | None = None
-    shallow_factor: int | None = None
-    sfi: SfiOptions = field(default_factory=SfiOptions)
-    draft_cost: float | None = None
-    gpu_prefill: str = "auto"
     history: History = field(default_factory=History)
     max_body_bytes: int = 64 << 20
     completes_middles: bool = False

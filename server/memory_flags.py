@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from fathom.runtime.sglang_host.options import AUTO, PREFILL_ATTENTION
+
 DEFAULT_PROPAGATION_BUFFER = 32768
 """Tokens."""
 
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument(
         "--gpu-prefill-attention",
-        choices=("auto", "gathered", "triton"),
-        default="auto",
+        choices=PREFILL_ATTENTION,
+        default=AUTO,
         help="with depth pages on a GPU: by FlashInfer where that can be; the same, from copies in one piece "
         "where a step has many rows; or by Triton (default: %(default)s)",
     )
@@ -68,6 +70,6 @@ def problem(own: argparse.Namespace) -> str:
         return f"--propagation-buffer must be at least 0, got {own.propagation_buffer}"
     if own.shallow_factor is not None and own.shallow_factor < 1:
         return f"--shallow-factor must be at least 1, got {own.shallow_factor}"
-    if own.gpu_prefill_attention != "auto" and own.gpu_depth_pages is False:
+    if own.gpu_prefill_attention != AUTO and own.gpu_depth_pages is False:
         return f"--gpu-prefill-attention {own.gpu_prefill_attention} has no effect with --no-gpu-depth-pages"
     return ""

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS
 from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sglang_host import imports
+from fathom.runtime.sglang_host.options import EngineOptions
 from fathom.server import (
     admission,
     checks,
@@ -74,6 +76,10 @@ class Plan:
         engine_flags: SGLang's flags, the draft's left out.
         face: policy and limits of the HTTP side.
         gate: how many requests are let in, and how long the last ones may take.
+        engine: options of the engine's processes, beside SGLang's; without what follows from the model.
+        tsp_layer: layers below FastKV's selection that the operator asked for, or None for the nearest to L / 2.
+        propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
+        profile: file of what was measured for the model, or None.
         verbose: whether to show tracebacks.
         gpu_depth_pages: whether depth pages are wanted on a GPU; None for any that takes them.
     """
@@ -87,6 +93,10 @@ class Plan:
     engine_flags: list[str]
     face: Face
     gate: Gate
+    engine: EngineOptions
+    tsp_layer: int | None
+    propagation_buffer: int | None
+    profile: Path | None
     verbose: bool
     gpu_depth_pages: bool | None = None
 
@@ -220,16 +230,18 @@ def plan(argv: list[str]) -> Plan:
             asked=asked,
             tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None),
             max_body_bytes=own.max_body_mib << 20,
+        ),
+        gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
+        engine=EngineOptions(
             depth_span=own.depth_span,
-            tsp_layer=own.tsp_layer,
-            profile=own.profile,
-            propagation_buffer=own.propagation_buffer,
             shallow_factor=own.shallow_factor,
             sfi=sfi,
             draft_cost=own.draft_cost,
             gpu_prefill=own.gpu_prefill_attention,
         ),
-        gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
+        tsp_layer=own.tsp_layer,
+        propagation_buffer=own.propagation_buffer,
+        profile=own.profile,
         verbose=engine.log_level == "debug",
         gpu_depth_pages=own.gpu_depth_pages,
     )
@@ -302,12 +314,11 @@ def _load(work: Plan) -> tuple[Plan, Any]:
         quiet.hush_server()
     _verify_seams()
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
-    server_args = _server_args([*work.engine_flags, *draft_flags], work.face)
+    server_args = _server_args([*work.engine_flags, *draft_flags], work.engine)
     checks.refuse_bypass(server_args)
     checks.refuse_odd_keys(server_args)
     work.face.completes_middles = server_args.completion_template is not None
-    _learn_limits(work.face, server_args, work.draft is not None)
-    return work, server_args
+    return replace(work, engine=_learn_limits(work, server_args)), server_args
 
 
 def _with_fitting_draft(work: Plan) -> Plan:
@@ -336,7 +347,7 @@ def _verify_seams() -> None:
         raise StartError(str(error), checks.SEAM) from None
 
 
-def _server_args(words: list[str], face: Face) -> Any:
+def _server_args(words: list[str], options: EngineOptions) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
     from fathom.runtime.sglang_host import engine_args
 
@@ -344,7 +355,7 @@ def _server_args(words: list[str], face: Face) -> Any:
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return engine_args.build(words, face.depth_span, face.shallow_factor)
+            return engine_args.build(words, options.depth_span, options.shallow_factor)
     except SystemExit:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None
@@ -352,10 +363,15 @@ def _server_args(words: list[str], face: Face) -> Any:
         raise StartError(checks.one_line(error)) from error
 
 
-def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
-    """What the model allows, before anything is started; the engine adds what it lacks when it is up."""
+def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
+    """Tell the face what the model allows, before anything is started; the engine adds what it lacks when it is up.
+
+    Returns:
+        The engine's options, with what follows from the model.
+    """
     from sglang.srt.configs.model_config import ModelConfig
 
+    face, drafted, tsp_layer = work.face, work.draft is not None, work.tsp_layer
     try:
         model = ModelConfig.from_server_args(server_args)
         draft = server_args.speculative_draft_model_path
@@ -365,23 +381,25 @@ def _learn_limits(face: Face, server_args: Any, drafted: bool) -> None:
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
     layers = model.num_hidden_layers
-    if face.propagation_buffer is None:
-        face.propagation_buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
+    buffer = work.propagation_buffer
+    if buffer is None:
+        buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
-        span = choose_span(layers, face.depth_span)
+        span = choose_span(layers, work.engine.depth_span)
         presets = PRESETS
-        if face.profile is not None:
-            profile = Profile.read(face.profile)
-            profile.check(layers, face.profile)
-            face.tsp_layer = profile.selection_layer(face.tsp_layer, layers, span, face.profile)
+        if work.profile is not None:
+            profile = Profile.read(work.profile)
+            profile.check(layers, work.profile)
+            tsp_layer = profile.selection_layer(tsp_layer, layers, span, work.profile)
             presets = profile.over(PRESETS)
-        tsp_layer = choose_tsp_layer(layers, span, face.tsp_layer) or 0
+        tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
         lacking = {} if drafted else config.without_draft()
-        face.learn(config.Limits(layers, span, lacking, tsp_layer, face.sfi.config.selected, presets))
+        face.learn(config.Limits(layers, span, lacking, tsp_layer, work.engine.sfi.config.selected, presets))
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:
         raise StartError(flags.as_flag(error)) from None
+    return replace(work.engine, tsp_layer=tsp_layer or None, propagation_buffer=buffer)
 
 
 def _run(work: Plan, server_args: Any) -> NoReturn:
@@ -402,7 +420,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
     for name in DIAGNOSES:
         os.environ.setdefault(name, "0")
     try:
-        launch(server_args, work.face, work.gate, ready)
+        launch(server_args, work.face, work.gate, work.engine, ready)
     except Exception as failure:
         if work.verbose:
             traceback.print_exc()

@@ -18,6 +18,7 @@ import torch
 from fathom.runtime.kv.device_view import DUMMY, DeviceTables, DeviceView
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import devices
+from fathom.runtime.sglang_host.options import AUTO, GATHERED, TRITON
 from fathom.runtime.staging import staged
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AUTO, GATHERED, TRITON = "auto", "gathered", "triton"
 ASKED_FOR = "asked for by --gpu-prefill-attention"
 NO_GPU = "FlashInfer needs an NVIDIA GPU"
 HEAD_DIMS = (64, 128, 256)
@@ -48,8 +48,7 @@ class Options:
     """What the operator asked for; set once per process, before the engine is made.
 
     Attributes:
-        prefill: ``auto`` for FlashInfer where it takes the layout, ``gathered`` for the same from copies where a
-            step has many rows, or ``triton``.
+        prefill: one of ``options.PREFILL_ATTENTION``.
     """
 
     prefill: str = AUTO

@@ -17,8 +17,8 @@ import torch
 
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, Policy
-from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sglang_host import engine_args, process
+from fathom.runtime.sglang_host.options import EngineOptions
 
 FLUSH_SECONDS = 30.0
 
@@ -66,23 +66,14 @@ class OfflineEngine:
     Args:
         flags: flags of ``sglang serve``, ``--model-path`` included.
         stock: run SGLang's own scheduler.
-        depth_span, tsp_layer, propagation_buffer, sfi, gpu_prefill: as ``process.install``.
+        options: of Fathom's scheduler.
 
     Raises:
         SeamError: when this SGLang is not as Fathom knows it, or another scheduler runs than was asked for.
     """
 
-    def __init__(
-        self,
-        flags: Sequence[str],
-        stock: bool = False,
-        depth_span: int | None = None,
-        tsp_layer: int | None = None,
-        propagation_buffer: int = 0,
-        sfi: SfiOptions | None = None,
-        gpu_prefill: str = "auto",
-    ):
-        server_args = engine_args.build(list(flags), depth_span)
+    def __init__(self, flags: Sequence[str], stock: bool, options: EngineOptions) -> None:
+        server_args = engine_args.build(list(flags), options.depth_span)
         from sglang.srt.entrypoints.engine import Engine
 
         from fathom.runtime.sglang_host import forking, seams
@@ -90,16 +81,9 @@ class OfflineEngine:
         seams.verify("server")
         if not stock:
             forking.install()
-        options: dict[str, Any] = {
-            "depth_span": depth_span,
-            "tsp_layer": tsp_layer,
-            "propagation_buffer": propagation_buffer,
-            "sfi": sfi,
-            "gpu_prefill": gpu_prefill,
-        }
 
         class Ours(Engine):
-            run_scheduler_process_func = staticmethod(partial(process.run_scheduler_process, **options))
+            run_scheduler_process_func = staticmethod(partial(process.run_scheduler_process, options=options))
             run_detokenizer_process_func = staticmethod(process.run_detokenizer_process)
 
         self._engine = (Engine if stock else Ours)(server_args=server_args)

@@ -7,34 +7,16 @@ classes are in place before any of SGLang's code runs.
 import sys
 from typing import Any
 
-from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sglang_host import imports, torchvision_ops
+from fathom.runtime.sglang_host.options import EngineOptions
 
 torchvision_ops.declare()
 
 SEAM_EXIT_CODE = 3
 
 
-def install(
-    depth_span: int | None = None,
-    tsp_layer: int | None = None,
-    propagation_buffer: int = 0,
-    sfi: SfiOptions | None = None,
-    draft_cost: float | None = None,
-    gpu_prefill: str = "auto",
-    shallow_factor: int | None = None,
-) -> None:
-    """Put our scheduler and, on a platform of ours, our attention backend and memory in SGLang's places.
-
-    Args:
-        depth_span: layers per depth page, or None for the model's default.
-        tsp_layer: layers below FastKV's selection, or None where there is none.
-        propagation_buffer: longest prompt, in tokens, that FastKV may propagate.
-        sfi: how requests decode slow and fast, or None for the defaults.
-        draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
-        gpu_prefill: what computes the attention of prefill on a GPU, ``auto``, ``gathered`` or ``triton``.
-        shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
-    """
+def install(options: EngineOptions) -> None:
+    """Put our scheduler and, on a platform of ours, our attention backend and memory in SGLang's places."""
     import torch._dynamo
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers import scheduler as scheduler_module
@@ -60,12 +42,12 @@ def install(
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
-        LAYOUT.span, LAYOUT.used = depth_span, True
-        LAYOUT.tsp_layer, LAYOUT.propagation_buffer = tsp_layer, propagation_buffer
-        LAYOUT.shallow_factor = shallow_factor
-        slow_fast.SETTINGS.options = sfi or SfiOptions()
-        draft_side.OPTIONS.cost = draft_cost
-        flashinfer_prefill.OPTIONS.prefill = gpu_prefill
+        LAYOUT.span, LAYOUT.used = options.depth_span, True
+        LAYOUT.tsp_layer, LAYOUT.propagation_buffer = options.tsp_layer, options.propagation_buffer
+        LAYOUT.shallow_factor = options.shallow_factor
+        slow_fast.SETTINGS.options = options.sfi
+        draft_side.OPTIONS.cost = options.draft_cost
+        flashinfer_prefill.OPTIONS.prefill = options.gpu_prefill
         registry.default_radix_cache_factory = kv_tree.factory
     if isinstance(current_platform, FathomCudaPlatform):
         from fathom.runtime.sglang_host import gpu_ops
@@ -105,30 +87,15 @@ def verify_or_exit(role: str) -> None:
         sys.exit(SEAM_EXIT_CODE)
 
 
-def run_scheduler_process(
-    *args: Any,
-    depth_span: int | None = None,
-    tsp_layer: int | None = None,
-    propagation_buffer: int = 0,
-    sfi: SfiOptions | None = None,
-    draft_cost: float | None = None,
-    gpu_prefill: str = "auto",
-    shallow_factor: int | None = None,
-    **kwargs: Any,
-) -> None:
-    """SGLang's scheduler process, running Fathom's scheduler.
-
-    Args:
-        depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor: as :func:`install`.
-            All others as SGLang's function of this name.
-    """
+def run_scheduler_process(*args: Any, options: EngineOptions, **kwargs: Any) -> None:
+    """SGLang's scheduler process, running Fathom's scheduler. All else as SGLang's function of this name."""
     with imports.uncollected():
         from sglang.srt.managers.scheduler import run_scheduler_process as run
         from sglang.srt.plugins import load_plugins
 
         load_plugins()  # may hook what we rely on: before the check, not after
         verify_or_exit("scheduler")
-        install(depth_span, tsp_layer, propagation_buffer, sfi, draft_cost, gpu_prefill, shallow_factor)
+        install(options)
     run(*args, **kwargs)
 
 

@@ -202,11 +202,11 @@ INSTALL = """
     from fathom.runtime.sglang_host import torchvision_ops
     torchvision_ops.declare()
     import sglang.srt.platforms as platforms
-    from fathom.runtime.sglang_host import platform, process, seams
+    from fathom.runtime.sglang_host import options, platform, process, seams
     from sglang.srt.models import qwen3_moe  # was there first
     platforms._current_platform = platform.FathomCudaPlatform()
     seams.verify("scheduler")
-    process.install(depth_span=2, gpu_prefill="triton")
+    process.install(options.EngineOptions(depth_span=2, gpu_prefill="triton"))
 
     import torch, torch._dynamo
     from sglang.kernels.fused_op import BaseFusedOp

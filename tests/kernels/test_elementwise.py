@@ -222,8 +222,8 @@ def test_rotary_refuses_what_it_does_not_take():
 
 
 DISPATCH = """
-    from fathom.runtime.sglang_host import process
-    process.install()
+    from fathom.runtime.sglang_host import options, process
+    process.install(options.EngineOptions())
     import torch
     from sglang.srt.layers import activation, layernorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding

@@ -334,9 +334,9 @@ def test_options_are_split_between_us_and_the_engine(model):
 
 
 def test_what_computes_prefill_on_a_gpu(model):
-    assert serve.plan([str(model)]).face.gpu_prefill == "auto"
+    assert serve.plan([str(model)]).engine.gpu_prefill == "auto"
     for asked in ("gathered", "triton"):
-        assert serve.plan([str(model), "--gpu-prefill-attention", asked]).face.gpu_prefill == asked
+        assert serve.plan([str(model), "--gpu-prefill-attention", asked]).engine.gpu_prefill == asked
 
 
 def test_the_operators_preset_waits_for_the_model(model):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -49,8 +50,8 @@ def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
     asked = []
     monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
     work = serve.plan(["--demo"])
-    arguments = serve._server_args(work.engine_flags, work.face)
-    serve._learn_limits(work.face, arguments, False)
+    arguments = serve._server_args(work.engine_flags, work.engine)
+    serve._learn_limits(replace(work, draft=None), arguments)
     assert [model.num_hidden_layers for model in asked] == [8]
 
 
@@ -59,8 +60,8 @@ def test_the_draft_is_asked_about_too(monkeypatch):
     monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
     work = serve.plan(["--demo"])
     draft = ["--speculative-draft-model-path", work.draft]
-    arguments = serve._server_args([*work.engine_flags, *draft], work.face)
-    serve._learn_limits(work.face, arguments, True)
+    arguments = serve._server_args([*work.engine_flags, *draft], work.engine)
+    serve._learn_limits(work, arguments)
     assert [model.model_path for model in asked] == [work.model, work.draft]
 
 
