@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fathom.runtime import config, cost
-from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
-from fathom.runtime.presets import PRESETS
+from fathom.runtime.plan import PlanError
 from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sfi.config import SfiConfig
 from fathom.server import checks, picture
 from fathom.server.checks import StartError
 from fathom.server.memory_flags import DEFAULT_PROPAGATION_BUFFER
 from fathom.server.picture import Staircase
-from fathom.server.profile import Profile
+from fathom.server.profile import limits_of
 from fathom.server.serve import DEMO_TUNINGS, Parser
 from fathom.server.units import flops, size, token_count
 
@@ -171,7 +170,8 @@ def case_of(options: argparse.Namespace) -> Case:
         buffer = min(DEFAULT_PROPAGATION_BUFFER, context or DEFAULT_PROPAGATION_BUFFER)
     try:
         sfi = sfi_options.from_arguments(options).config
-        limits = _limits(options, shape.layers, draft is not None, sfi.selected)
+        given = options.depth_span, options.tsp_layer, options.profile
+        limits = limits_of(shape.layers, *given, draft is not None, sfi.selected)
         choice = config.choose(asked, None, limits, DEMO_TUNINGS if demo else None)
         slow_fast = _slow_fast(sfi, choice.policy, options.slow_share)
         run = replace(choice.policy, tsp_rate=1.0) if prompt > buffer else choice.policy
@@ -233,18 +233,6 @@ def _notes_on(policy: config.Policy, prompt: int, buffer: int, slow_fast: cost.S
                 "With drafting the whole prompt's KV below the first narrowing stays until the answer's end."
             )
     return notes
-
-
-def _limits(options: argparse.Namespace, layers: int, drafted: bool, selected: int) -> config.Limits:
-    span, tsp_layer, presets = choose_span(layers, options.depth_span), options.tsp_layer, PRESETS
-    if options.profile is not None:
-        profile = Profile.read(options.profile)
-        profile.check(layers, options.profile)
-        tsp_layer = profile.selection_layer(tsp_layer, layers, span, options.profile)
-        presets = profile.over(PRESETS)
-    lacking = {} if drafted else config.without_draft()
-    tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
-    return config.Limits(layers, span, lacking, tsp_layer, selected, presets)
 
 
 def figures(case: Case) -> dict[str, Any]:

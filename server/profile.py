@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime.config import SPECS, Limits
-from fathom.runtime.plan import PlanError, choose_tsp_layer
+from fathom.runtime.config import SPECS, Limits, without_draft
+from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
 from fathom.runtime.presets import EXACT, PRESETS, Presets
 from fathom.server.checks import StartError
 
@@ -84,6 +84,34 @@ class Profile:
     def over(self, presets: Presets) -> Presets:
         """The presets of this model: the given ones, each replaced as a whole where the profile has its own."""
         return {**presets, **self.presets}
+
+
+def limits_of(
+    layers: int,
+    depth_span: int | None,
+    tsp_layer: int | None,
+    path: Path | None,
+    drafted: bool,
+    sfi_selected: int,
+) -> Limits:
+    """What a server of a model allows, by the operator's options and the profile that is given with them.
+
+    Args:
+        depth_span, tsp_layer: that the operator asks for; path: of the profile; None for none.
+        drafted: whether there is a draft; sfi_selected: as ``Limits`` has it.
+
+    Raises:
+        PlanError: for options that do not fit the layers.
+        StartError: for such a profile.
+    """
+    span, presets = choose_span(layers, depth_span), PRESETS
+    if path is not None:
+        profile = Profile.read(path)
+        profile.check(layers, path)
+        tsp_layer = profile.selection_layer(tsp_layer, layers, span, path)
+        presets = profile.over(PRESETS)
+    tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
+    return Limits(layers, span, {} if drafted else without_draft(), tsp_layer, sfi_selected, presets)
 
 
 def _preset_problem(presets: Any) -> str:

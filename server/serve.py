@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from fathom.runtime import config
-from fathom.runtime.plan import PlanError, choose_span, choose_tsp_layer
-from fathom.runtime.presets import PRESETS
+from fathom.runtime.plan import PlanError
 from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sglang_host import imports
 from fathom.runtime.sglang_host.options import EngineOptions
@@ -31,7 +30,7 @@ from fathom.server import (
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
-from fathom.server.profile import Profile
+from fathom.server.profile import limits_of
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
@@ -371,7 +370,7 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    face, drafted, tsp_layer = work.face, work.draft is not None, work.tsp_layer
+    drafted, options = work.draft is not None, work.engine
     try:
         model = ModelConfig.from_server_args(server_args)
         draft = server_args.speculative_draft_model_path
@@ -380,26 +379,18 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
         raise StartError(checks.one_line(error)) from error
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
-    layers = model.num_hidden_layers
     buffer = work.propagation_buffer
     if buffer is None:
         buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)
     try:
-        span = choose_span(layers, work.engine.depth_span)
-        presets = PRESETS
-        if work.profile is not None:
-            profile = Profile.read(work.profile)
-            profile.check(layers, work.profile)
-            tsp_layer = profile.selection_layer(tsp_layer, layers, span, work.profile)
-            presets = profile.over(PRESETS)
-        tsp_layer = choose_tsp_layer(layers, span, tsp_layer) or 0
-        lacking = {} if drafted else config.without_draft()
-        face.learn(config.Limits(layers, span, lacking, tsp_layer, work.engine.sfi.config.selected, presets))
+        asked = options.depth_span, work.tsp_layer, work.profile
+        limits = limits_of(model.num_hidden_layers, *asked, drafted, options.sfi.config.selected)
+        work.face.learn(limits)
     except PlanError as error:
         raise StartError(str(error)) from None
     except config.PolicyError as error:
         raise StartError(flags.as_flag(error)) from None
-    return replace(work.engine, tsp_layer=tsp_layer or None, propagation_buffer=buffer)
+    return replace(options, tsp_layer=limits.tsp_layer or None, propagation_buffer=buffer)
 
 
 def _run(work: Plan, server_args: Any) -> NoReturn:
