@@ -1,7 +1,7 @@
 """Who is let in, and what ends when a client goes away.
 
-A bound on the requests inside the server, refusal while it drains, ``Retry-After`` on every such answer, and an end
-to the work on an answer that nobody waits for any more.
+Bounds on the requests inside the server and on their bodies, refusal while it drains, ``Retry-After`` where it is
+of use, and an end to the work on an answer that nobody waits for any more.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from fathom.server.routes import GENERATES, GENERATION_ROUTES, error_body, path_of
+from fathom.server.routes import GENERATES, error_body, path_of
 
 DEFAULT_MAX_IN_FLIGHT = 512
 DEFAULT_DRAIN_SECONDS = 120
@@ -31,7 +31,7 @@ class Gate:
     Attributes:
         max_in_flight: most generation requests inside the server, waiting or running.
         drain_seconds: how long running requests may take after SIGTERM.
-        max_body_bytes: largest body of a request; that of a generation is bounded where it is read.
+        max_body_bytes: largest body of a request.
         draining: whether the server is ending.
         background: how many responses are computed that nobody waits for (``"background": true``).
         in_flight: generation requests that somebody waits for.
@@ -72,8 +72,7 @@ class AdmissionMiddleware:
             message = f"the server is busy: it holds {gate.inside} requests, its limit"
             await refuse(path, 503, message, send, BUSY_RETRY_SECONDS)
         else:
-            place = Place(gate)
-            app = self._app if path in GENERATION_ROUTES else partial(self._pass_on, path)
+            place, app = Place(gate), partial(self._pass_on, path)
             try:
                 await serve_while_wanted(app, scope, receive, with_retry_after(send), place.leave)
             finally:

@@ -21,7 +21,6 @@ class Face:
         tunings: the operator's values of fields that only refine another one, for requests that give none.
         limits: what the served model allows; filled in when it is known.
         history: the last generations, for the live page.
-        max_body_bytes: largest request body that is read.
         completes_middles: whether the operator has said how a completion with a suffix is asked for.
         packed_weights: whether the engine has packed weights, which nobody can change or read back.
     """
@@ -30,7 +29,6 @@ class Face:
     tunings: dict[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     history: History = field(default_factory=History)
-    max_body_bytes: int = 64 << 20
     completes_middles: bool = False
     packed_weights: bool = False
 

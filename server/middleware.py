@@ -98,7 +98,7 @@ class PolicyMiddleware:
     async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         received_time = time.perf_counter()
         try:
-            body = await read_body(scope, receive, self._face.max_body_bytes)
+            body = await read_body(receive)
             body, request, model = take_policy(body, path, self._model_name, self._face.completes_middles)
             policy, left_out = self._face.choose(request)
         except ClientGone:
@@ -125,7 +125,7 @@ class PolicyMiddleware:
     async def _generate_by_default(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """One of the routes that know no policy: nobody's wish for one is passed over in silence."""
         try:
-            body = await read_body(scope, receive, self._face.max_body_bytes)
+            body = await read_body(receive)
             refuse_policy(body)
         except ClientGone:
             return
@@ -140,26 +140,18 @@ class PolicyMiddleware:
             self._responses.popitem(last=False)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole request body.
+async def read_body(receive: Receive) -> bytes:
+    """The whole request body, which ``admission`` bounds.
 
     Raises:
-        RequestError: 413 when it is longer than ``limit`` bytes.
         ClientGone: when the client disconnects first.
     """
-    too_large = RequestError(413, f"the request body is larger than the limit of {limit} bytes")
-    declared = dict(scope["headers"]).get(b"content-length", b"")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    parts, size, more = [], 0, True
+    parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise too_large
         more = message.get("more_body", False)
     return b"".join(parts)
 

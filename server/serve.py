@@ -39,7 +39,6 @@ DRAFT_OPTIONS = ("--draft-model-path", "--speculative-draft-model-path")
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
-DEFAULT_MAX_BODY_MIB = 64
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
 closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
@@ -136,7 +135,7 @@ def parser() -> Parser:
     network.add_argument(
         "--max-body-mib",
         type=int,
-        default=DEFAULT_MAX_BODY_MIB,
+        default=admission.DEFAULT_MAX_BODY_BYTES >> 20,
         metavar="MIB",
         help="largest request body, in MiB; a larger one is answered with 413 (default: %(default)s)",
     )
@@ -225,11 +224,7 @@ def plan(argv: list[str]) -> Plan:
         draft=draft or (str(checks.demo_model("draft")) if own.demo else None),
         draft_given=draft is not None,
         engine_flags=[*fixed, *passed_on, *_missing(engine, name)],
-        face=Face(
-            asked=asked,
-            tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None),
-            max_body_bytes=own.max_body_mib << 20,
-        ),
+        face=Face(asked=asked, tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None)),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         engine=EngineOptions(
             depth_span=own.depth_span,

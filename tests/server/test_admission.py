@@ -106,8 +106,8 @@ def test_other_routes_are_not_counted():
     run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/invocations"])
-def test_bodies_of_other_routes_are_bounded(path):
+@pytest.mark.parametrize("path", ["/tokenize", "/invocations", CHAT])
+def test_bodies_are_bounded(path):
     async def scenario():
         app, gate = App(), Gate(max_body_bytes=4)
         app.go.set()

@@ -326,7 +326,7 @@ def test_options_are_split_between_us_and_the_engine(model):
     assert work.engine_flags[:6] == ["--model-path", str(model), "--host", "127.0.0.1", "--port", "31000"]
     assert "--tp-size" in work.engine_flags and "--prefill-keep-rate" not in work.engine_flags
     assert "--enable-metrics" in work.engine_flags
-    assert work.face.max_body_bytes == 2 << 20
+    assert work.gate.max_body_bytes == 2 << 20
     assert work.name == str(model)
     named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
     assert named.name == "m"

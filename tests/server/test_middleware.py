@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime.config import Policy
+from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import CURRENT, Face, RequestContext, merge
 from fathom.server.echo import splice, with_stop
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
@@ -144,7 +145,8 @@ def test_the_private_field_is_reserved(body, client):
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_body_over_the_limit_is_a_413(path, declared, client):
-    caller = client((1, b"{}"), Face(max_body_bytes=100))
+    caller = client((1, b"{}"))
+    caller.app = AdmissionMiddleware(caller.app, Gate(max_body_bytes=100))
     headers = None if declared else [(b"transfer-encoding", b"chunked")]
     reply = caller.call(path, b"", parts=[b'{"a":"', b"x" * 99, b'"}'], headers=headers)
     if declared:
