@@ -46,21 +46,16 @@ def audit(
         cached: [pages] ids of the virtual pages that nobody but the prefix cache holds.
         retained: tables that retention fills, of the same pool.
     """
+    per_span = np.count_nonzero(shared.backing, axis=1) + tables.pages_per_span()
+    if retained is not None:
+        per_span += retained.pages_per_span()
     behind_cache = shared.backed(cached)
-    both = [tables] if retained is None else [tables, retained]
-    private = np.unique(np.concatenate([item.all_pages() for item in both]))
-    per_span = np.count_nonzero(shared.backing, axis=1)
-    shared_total = int(per_span.sum())
-    for item in both:
-        for row in list(item._rows):
-            for span in item.lengths(row):
-                per_span[span] += len(item.pages(row, span))
     return Audit(
         total=pool.total,
         free=pool.free,
         cached=behind_cache,
-        held=shared_total - behind_cache + len(private),
-        per_span=tuple(int(count) for count in per_span),
+        held=int(per_span.sum()) - behind_cache,
+        per_span=tuple(per_span.tolist()),
     )
 
 
@@ -75,27 +70,18 @@ def check(
     found = audit(pool, shared, tables, cached, retained)
     if not found.balanced:
         raise AuditError(f"free + cached + held is not total: {found}")
-    free, behind = pool.free_pages(), shared.backing[shared.backing != UNBACKED]
-    both = [tables] if retained is None else [tables, retained]
-    private, owners = np.unique(np.concatenate([item.all_pages() for item in both]), return_counts=True)
-    everything = np.concatenate([free, behind, private])
+    free, in_use = pool.free_pages(), [shared.backing[shared.backing != UNBACKED], tables.all_pages()]
+    if retained is not None:
+        in_use.append(retained.all_pages())
+    everything = np.concatenate([free, *in_use])
     if len(np.unique(everything)) != len(everything):
         raise AuditError("a page is in two places at once")
     if len(everything) and (everything.min() < 1 or everything.max() > pool.total):
         raise AuditError("a page outside the pool is in use")
-    if (pool.owners(free) != 0).any() or (pool.owners(behind) != 1).any():
-        raise AuditError("a free page has an owner, or a cached page several")
-    if pool.in_use.tolist() != _distinct_per_span(shared, both):
+    if pool.owned(free).any():
+        raise AuditError("a free page has an owner")
+    if not pool.owned(np.concatenate(in_use)).all():
+        raise AuditError("a page in use has no owner")
+    if tuple(pool.in_use.tolist()) != found.per_span:
         raise AuditError(f"the pool counts {pool.in_use.tolist()} pages per span: {found}")
-    if (pool.owners(private) != owners).any():
-        raise AuditError("a private page has other owners than the tables that hold it")
     return found
-
-
-def _distinct_per_span(shared: SharedPages, tables: list[Tables]) -> list[int]:
-    """Pages in use per span, each once."""
-    counts = np.count_nonzero(shared.backing, axis=1).tolist()
-    for span in range(shared.spans):
-        own = [t.pages(row, span) for t in tables for row in list(t._rows) if span in t.lengths(row)]
-        counts[span] += len(np.unique(np.concatenate(own))) if own else 0
-    return counts

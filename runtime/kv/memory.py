@@ -230,7 +230,7 @@ class KvMemory:
             for tables, span, count in grows:
                 by_span.setdefault((tables, span), []).append((step.row, count))
         for (tables, span), counts in by_span.items():
-            tables.append_all(span, counts)
+            tables.append(span, counts)
 
     def _shared(self, step: Growth) -> np.ndarray:
         """The virtual pages that are to be backed; none for tokens after a prompt of which entries are dropped."""

@@ -35,7 +35,7 @@ def slots_of(pages: np.ndarray, page_size: int, begin: int, end: int) -> np.ndar
 
 
 class PagePool:
-    """The free list, and how many owners each page has.
+    """The free list, and which pages have an owner: each has one at the most.
 
     The list is kept in arenas, one per span: ranges of neighbouring pages from which a span is served first, so
     that the tokens of a request lie together at each span. Any arena serves any span when the span's own is empty.
@@ -59,7 +59,7 @@ class PagePool:
         # Stacks whose top is their end. Lowest first, so that a fresh pool hands out ascending runs.
         self._stacks = [pages[self._arena_of(pages) == arena][::-1].copy() for arena in range(self.arenas)]
         self._free = [len(stack) for stack in self._stacks]
-        self._owners = np.zeros(self.total + 1, np.int32)
+        self._owned = np.zeros(self.total + 1, bool)
         self._asked_of = np.zeros(self.total + 1, np.int16)
         self.in_use = np.zeros(self.arenas, np.int64)
 
@@ -72,12 +72,12 @@ class PagePool:
         """[free] int32, for audits."""
         return np.concatenate([stack[:free] for stack, free in zip(self._stacks, self._free, strict=True)])
 
-    def owners(self, pages: np.ndarray) -> np.ndarray:
-        """How many owners each of ``pages`` has."""
-        return self._owners[pages]
+    def owned(self, pages: np.ndarray) -> np.ndarray:
+        """Which of ``pages`` have an owner, for audits."""
+        return self._owned[pages]
 
     def take(self, count: int, arena: int = 0) -> np.ndarray:
-        """[count] int32 pages, each with one owner, from this arena as far as it goes.
+        """[count] int32 pages, the caller's from now on, from this arena as far as it goes.
 
         Raises:
             OutOfPages: when there are too few; nothing is taken then.
@@ -93,7 +93,7 @@ class PagePool:
                 parts.append(self._pop(min(missing, self._free[source]), source))
                 missing -= len(parts[-1])
             pages = np.concatenate(parts)
-        self._owners[pages] = 1
+        self._owned[pages] = True
         self._asked_of[pages] = arena
         self.in_use[arena] += count
         return pages
@@ -103,24 +103,17 @@ class PagePool:
         self._free[arena] = free - count
         return self._stacks[arena][free - count : free][::-1].copy()
 
-    def share(self, pages: np.ndarray) -> None:
-        """Add one owner to each page."""
-        assert (self._owners[pages] > 0).all(), "a free page cannot be shared"
-        self._owners[pages] += 1
-
     def give_back(self, pages: np.ndarray) -> None:
-        """Remove one owner from each page (no page twice in one call); a page without owners is free."""
+        """Free these pages, no page twice in one call."""
         if len(pages) == 0:
             return
-        self._owners[pages] -= 1
-        left = self._owners[pages]
-        assert (left >= 0).all() and pages.min() > 0, "a page was given back more often than it was taken"
-        gone = pages[left == 0]
-        self.in_use -= np.bincount(self._asked_of[gone], minlength=self.arenas)
-        arena_of = self._arena_of(gone)
+        assert self._owned[pages].all(), "a page was given back more often than it was taken"
+        self._owned[pages] = False
+        self.in_use -= np.bincount(self._asked_of[pages], minlength=self.arenas)
+        arena_of = self._arena_of(pages)
         for arena in range(self.arenas):
             # Reversed, so that they are handed out again in the order in which they stand in a table.
-            mine = gone[arena_of == arena][::-1] if self.arenas > 1 else gone[::-1]
+            mine = pages[arena_of == arena][::-1] if self.arenas > 1 else pages[::-1]
             free = self._free[arena]
             self._stacks[arena][free : free + len(mine)] = mine
             self._free[arena] = free + len(mine)

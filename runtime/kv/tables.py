@@ -6,7 +6,6 @@ with its row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,9 +23,9 @@ class Table:
         mirrored: the first pages, so many of them, are on the device too (``mirror.py``).
     """
 
-    def __init__(self, pages: np.ndarray | None = None, length: int = 0) -> None:
-        self.pages = np.zeros(0, np.int32) if pages is None else pages
-        self.length = length
+    def __init__(self) -> None:
+        self.pages = np.zeros(0, np.int32)
+        self.length = 0
 
     @property
     def pages(self) -> np.ndarray:
@@ -61,14 +60,6 @@ class Table:
         if self._slots is None:
             self._slots = slots_of(self.pages, page_size, 0, self._count * page_size)
         return self._slots[: self.length]
-
-
-@dataclass(frozen=True)
-class PageCopy:
-    """Pages whose content has to be copied before the next write: source and target, [pages] int32 each."""
-
-    source: np.ndarray
-    target: np.ndarray
 
 
 class Tables:
@@ -119,10 +110,9 @@ class Tables:
         return {span: table.length for span, table in self._rows.get(row, {}).items()}
 
     def need(self, row: int, span: int, count: int) -> int:
-        """Pages that :meth:`append` would take for ``count`` more entries, a copy of a shared page included."""
-        table, size = self._rows[row][span], self.pool.page_size
-        new = pages_of(table.length + count, size) - len(table.pages)
-        return new + (1 if count and self._shares_last_page(table) else 0)
+        """Pages that :meth:`append` would take for ``count`` more entries."""
+        table = self._rows[row][span]
+        return pages_of(table.length + count, self.pool.page_size) - len(table.pages)
 
     def need_all(self, row: int, count: int) -> int:
         """Pages that ``count`` more entries in each table of a row would take."""
@@ -130,39 +120,21 @@ class Tables:
             return count * len(self._rows.get(row, ()))
         return sum(self.need(row, span, count) for span in self._rows.get(row, ()))
 
-    def append(self, row: int, span: int, count: int) -> PageCopy | None:
-        """Make room for ``count`` more entries.
-
-        A last page that is half full and has other owners is replaced by a page of the row's own.
-
-        Returns:
-            The page to copy before anything is written, if there is one.
+    def append(self, span: int, counts: Sequence[tuple[int, int]]) -> None:
+        """Make room for more entries in tables of a span: ``counts`` are rows, none of them twice, and how many.
 
         Raises:
             OutOfPages: nothing is changed then.
         """
-        return self.append_all(span, [(row, count)])[0]
-
-    def append_all(self, span: int, counts: Sequence[tuple[int, int]]) -> list[PageCopy | None]:
-        """:meth:`append` to the tables of several rows, no row twice: ``counts`` are rows and their new entries."""
         needs = [self.need(row, span, count) for row, count in counts]
         fresh, first = self.pool.take(sum(needs), span), 0
-        copies = []
         for (row, count), needed in zip(counts, needs, strict=True):
-            table, copy = self._rows[row][span], None
-            own = fresh[first : first + needed]
-            first += needed
-            if count and self._shares_last_page(table):
-                kept, source = table.pages[:-1], table.pages[-1:]
-                self.pool.give_back(source)
-                table.pages = np.concatenate([kept, own])
-                copy = PageCopy(source, own[:1])
-            elif needed:
-                table.add(own)
+            table = self._rows[row][span]
+            if needed:
+                table.add(fresh[first : first + needed])
+                first += needed
             table.length += count
             assert len(table.pages) == pages_of(table.length, self.pool.page_size)
-            copies.append(copy)
-        return copies
 
     def truncate(self, row: int, span: int, length: int) -> None:
         """Drop the entries from ``length`` on, and the pages that no entry needs any more."""
@@ -173,27 +145,6 @@ class Tables:
             self.pool.give_back(table.pages[keep:])
             table.cut(keep)
         table.length = length
-
-    def replace(self, row: int, span: int, count: int) -> np.ndarray:
-        """Give a span a new table of ``count`` entries in fresh pages; for compaction.
-
-        The caller copies what it keeps from the old slots to the new ones, then calls :meth:`discard` with the
-        returned pages. A span that was shared so far becomes private.
-
-        Returns:
-            The pages of the old table, still owned; empty for a span that was shared.
-
-        Raises:
-            OutOfPages: nothing is changed then.
-        """
-        pages = self.pool.take(pages_of(count, self.pool.page_size), span)
-        old = self._rows[row].get(span, Table())
-        self._rows[row][span] = Table(pages, count)
-        self._first[row] = min(self._first[row], span)
-        assert set(range(self._first[row], self.spans)) == set(self._rows[row]), (
-            "spans go private from the top"
-        )
-        return old.pages
 
     def adopt(self, row: int, other: "Tables") -> None:
         """Move the tables that another object of the same pool holds for a row in place of the row's own.
@@ -210,22 +161,11 @@ class Tables:
             "spans go private from the top"
         )
 
-    def discard(self, pages: np.ndarray) -> None:
-        """Give back the pages of a table that :meth:`replace` took out."""
-        self.pool.give_back(pages)
-
     def release(self, row: int) -> None:
         """Close a row and give back all its pages; a row that is not open is left alone."""
         for table in self._rows.pop(row, {}).values():
             self.pool.give_back(table.pages)
         self._first.pop(row, None)
-
-    def fork(self, row: int, into: int) -> None:
-        """Open ``into`` with the same entries as ``row``; the pages are shared until one of the two writes."""
-        self.open(into, self._first[row])
-        for span, table in self._rows[row].items():
-            self.pool.share(table.pages)
-            self._rows[into][span] = Table(table.pages.copy(), table.length)
 
     def slots(self, row: int, span: int, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Physical slots of the entries ``begin .. end - 1``, [entries] int32; not to be written to."""
@@ -245,10 +185,14 @@ class Tables:
         """How many pages all tables of a row have."""
         return sum(len(table.pages) for table in self._rows.get(row, {}).values())
 
-    def all_pages(self) -> np.ndarray:
-        """Pages of all rows, shared ones once per owner; for audits."""
-        return np.concatenate([self.pages(row) for row in self._rows] or [np.zeros(0, np.int32)])
+    def pages_per_span(self) -> np.ndarray:
+        """[spans] int64 pages of all rows."""
+        counts = np.zeros(self.spans, np.int64)
+        for tables in self._rows.values():
+            for span, table in tables.items():
+                counts[span] += len(table.pages)
+        return counts
 
-    def _shares_last_page(self, table: Table) -> bool:
-        partial = table.length % self.pool.page_size != 0
-        return partial and int(self.pool.owners(table.pages[-1])) > 1
+    def all_pages(self) -> np.ndarray:
+        """Pages of all rows; for audits."""
+        return np.concatenate([self.pages(row) for row in self._rows] or [np.zeros(0, np.int32)])

@@ -39,7 +39,6 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory = KvMemory(pages, page_size, LAYERS // SPAN, virtual_pages=pages)
         self.free_virtual = list(range(pages, 0, -1))
         self.requests: dict[int, Request] = {}
-        self.forks: set[int] = set()
         self.cache: list[tuple[PrefillPlan, list[int]]] = []  # chains of whole pages
         self.rows = list(range(1, 200))
 
@@ -117,24 +116,7 @@ class MemoryMachine(RuleBasedStateMachine):
             keep = max(length - by, 0)
             self.memory.tables.truncate(row, span, keep)
             assert (self.memory.tables.slots(row, span) == before[:keep]).all()
-            self.memory.tables.append(row, span, length - keep)
-
-    @precondition(lambda self: self.requests and not self.forks)
-    @rule(data=st.data())
-    def fork_and_write(self, data):
-        """Two rows on the same private pages, until one writes."""
-        row = data.draw(st.sampled_from(sorted(self.requests)))
-        other = self.rows.pop()
-        tables = self.memory.tables
-        tables.fork(row, other)
-        for span in tables.lengths(other):
-            if tables.need(other, span, 1) <= self.memory.pool.free:
-                copy = tables.append(other, span, 1)
-                written = tables.slots(other, span)[-1] // self.size
-                assert written not in tables.pages(row, span)
-                assert (copy is not None) == (tables.length(row, span) % self.size != 0)
-        check(self.memory.pool, self.memory.shared, tables, self.cached())
-        tables.release(other)
+            self.memory.tables.append(span, [(row, length - keep)])
 
     # --- what must hold after every move ---
 

@@ -34,21 +34,15 @@ def test_each_span_grows_in_its_own_arena_until_it_is_empty():
     assert pool.free == 1
 
 
-def test_what_nobody_owns_cannot_be_given_back_or_shared():
+def test_what_nobody_owns_cannot_be_given_back():
     pool = PagePool(8, 1, arenas=2)
     pages = pool.take(3)
-    pool.share(pages[:1])
-    pool.share(pages[:1])
-    for left in (2, 1, 0):
-        pool.give_back(pages[:1])
-        assert pool.owners(pages[:1]) == left
-        assert pool.free == 5 + (left == 0)
+    pool.give_back(pages[:1])
+    assert pool.owned(pages).tolist() == [False, True, True] and pool.free == 6
     with pytest.raises(AssertionError, match="more often than it was taken"):
         pool.give_back(pages[:1])
     with pytest.raises(AssertionError, match="more often than it was taken"):
         pool.give_back(np.zeros(1, np.int32))  # the dummy
-    with pytest.raises(AssertionError, match="cannot be shared"):
-        pool.share(np.array([8], np.int32))
 
 
 def test_slots_follow_the_pages():
@@ -118,43 +112,17 @@ def test_virtual_pages_are_backed_once_and_all_or_none():
     assert (shared.backing == before).all() and pool.free == 5 and pool.in_use.tolist() == [2, 2]
 
 
-def test_roll_back_and_replace():
+def test_roll_back():
     memory = KvMemory(pages=20, page_size=4, spans=2, virtual_pages=10)
     memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
     tables = memory.tables
-    tables.append(1, 1, 9)
+    tables.append(1, [(1, 9)])
     before = tables.slots(1, 1).tolist()
     tables.truncate(1, 1, 5)
     assert tables.slots(1, 1).tolist() == before[:5]
     assert memory.pool.free == 18
-    old = tables.replace(1, 1, 3)
-    assert len(tables.slots(1, 1)) == 3
-    assert not set(tables.slots(1, 1)) & set(before[:5])
-    tables.discard(old)
-    assert memory.pool.free == 19
-    tables.replace(1, 0, 6)
-    assert tables.lengths(1) == {1: 3, 0: 6}
     memory.close(1)
     assert memory.pool.free == 20
-
-
-def test_a_fork_copies_the_page_it_writes_to():
-    memory = KvMemory(pages=9, page_size=4, spans=1, virtual_pages=1)
-    tables = memory.tables
-    tables.open(1, 0)
-    tables.append(1, 0, 6)
-    tables.fork(1, 2)
-    assert memory.pool.free == 7
-    assert tables.need(2, 0, 1) == 1
-    copy = tables.append(2, 0, 1)
-    assert copy is not None
-    assert copy.source[0] == tables.pages(1, 0)[1]
-    assert copy.target[0] == tables.pages(2, 0)[1]
-    assert tables.append(1, 0, 1) is None, "the other owner is alone by now"
-    check(memory.pool, memory.shared, tables, NONE)
-    tables.release(1)
-    tables.release(2)
-    assert memory.pool.free == 9
 
 
 def test_the_audit_sees_a_lost_page_and_a_page_in_two_places():
@@ -170,9 +138,9 @@ def test_the_audit_sees_a_lost_page_and_a_page_in_two_places():
         check(memory.pool, memory.shared, memory.tables, NONE)
 
 
-def _an_owner_too_many(pages):
+def _owner_of(pages, known):
     def corrupt(memory):
-        memory.pool._owners[pages(memory)[0]] += 1
+        memory.pool._owned[pages(memory)[0]] = known
 
     return corrupt
 
@@ -180,9 +148,9 @@ def _an_owner_too_many(pages):
 @pytest.mark.parametrize(
     ("corrupt", "said"),
     [
-        (_an_owner_too_many(lambda memory: memory.pool.free_pages()), "a free page has an owner"),
-        (_an_owner_too_many(lambda memory: memory.shared.backing[0, 1:]), "or a cached page several"),
-        (_an_owner_too_many(lambda memory: memory.tables.pages(1)), "other owners than the tables"),
+        (_owner_of(lambda memory: memory.pool.free_pages(), True), "a free page has an owner"),
+        (_owner_of(lambda memory: memory.shared.backing[0, 1:], False), "a page in use has no owner"),
+        (_owner_of(lambda memory: memory.tables.pages(1), False), "a page in use has no owner"),
         (lambda memory: memory.pool.in_use.__setitem__(1, 4), "pages per span"),
         (lambda memory: setattr(memory.tables.of(1)[1], "pages", np.array([10])), "outside the pool"),
         (lambda memory: setattr(memory.tables.of(1)[1], "pages", np.array([0])), "outside the pool"),
@@ -192,7 +160,7 @@ def test_the_audit_sees_accounts_that_do_not_add_up(corrupt, said):
     memory = KvMemory(pages=9, page_size=4, spans=2, virtual_pages=4)
     memory.shared.back(np.array([1, 2]), 1)
     memory.open(1, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
-    memory.tables.append(1, 1, 1)
+    memory.tables.append(1, [(1, 1)])
     assert check(memory.pool, memory.shared, memory.tables, NONE).per_span == (2, 1)
     corrupt(memory)
     with pytest.raises(AuditError, match=said):

@@ -377,11 +377,11 @@ def test_a_device_learns_of_pages_that_took_the_place_of_others(size):
     tables = memory.tables
     for row in (1, 2):
         memory.open(row, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
-    tables.append(1, 1, 7 * size)
+    tables.append(1, [(1, 7 * size)])
     mirror.refresh([1])
     tables.truncate(1, 1, 2 * size)
-    tables.append(2, 1, 3 * size)
-    tables.append(1, 1, 4 * size)
+    tables.append(1, [(2, 3 * size)])
+    tables.append(1, [(1, 4 * size)])
     mirror.refresh([1, 2])
     for row in (1, 2):
         pages = tables.pages(row, 1).tolist()
@@ -397,7 +397,7 @@ def test_a_device_keeps_nothing_of_rows_that_are_gone():
     room = len(mirror.blocks)
     for row in range(1, ROWS):
         memory.open(row, PrefillPlan(2, 1, (Step(1, "SPEED"),)), 1)
-        memory.tables.append(row, 1, 5 + row)
+        memory.tables.append(1, [(row, 5 + row)])
         mirror.refresh([row])
         assert memory.shared.backed_since == []
         assert (mirror.backing.numpy() == memory.shared.backing).all()
