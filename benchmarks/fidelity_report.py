@@ -28,12 +28,6 @@ class Scored:
     def exact(self) -> bool:
         return is_exact(self.answer, self.item.sample.answer)
 
-    def to_json(self) -> dict:
-        """Texts only of wrong answers: a right one is the question's, which follows from the seed."""
-        texts = {} if self.exact else {"expected": self.item.sample.answer, "text": self.answer.text}
-        facts = {"exact": self.exact, "finish": self.answer.finish, "seconds": round(self.answer.seconds, 4)}
-        return {**facts, "output_tokens": self.answer.output_tokens, **self.counters, **texts}
-
 
 Results = dict[tuple[Cell, str], list[Scored]]
 """Answers by cell and policy, in the order of the questions."""

@@ -65,9 +65,3 @@ SFI_KERNEL_SPEEDUP = {
     100.0: 1.00,
 }
 """Slow-Fast Inference, Table 1: KV length 16K, batch 16, bfloat16; by retained share in per cent."""
-
-SPECPREFILL_RELATIVE_FLOPS = {"70B": 0.1424, "405B": 0.0296}
-"""SpecPrefill, Table 6: FLOPs of an 8B speculator over those of the base model."""
-
-SPECPREFILL_SPEEDUP = {"405B": (7.66, 7.72)}
-"""SpecPrefill, appendix E: measured and analysed, at 32K, batch 16 and a keep rate of 0.1."""

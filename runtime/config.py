@@ -300,18 +300,6 @@ class Policy:
         """The policy as a flat JSON object."""
         return {"preset": self.preset} | self._values()
 
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> "Policy":
-        """The policy that :meth:`to_wire` wrote.
-
-        Raises:
-            PolicyError: when a field is missing, unknown or out of range: sender and receiver differ.
-        """
-        if wire.keys() != SPECS.keys():
-            raise PolicyError(f"not a policy of this version: fields {sorted(wire)}")
-        _check({name: value for name, value in wire.items() if name != "preset"}, Limits())
-        return cls(**wire)
-
 
 SPECS: dict[str, Spec] = {item.name: item.metadata["spec"] for item in fields(Policy)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Policy)}

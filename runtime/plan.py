@@ -7,13 +7,10 @@ counted from 0 here: a cutoff K of the papers is a step at ``layer=K``, the firs
 set.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 FIXED, SCORED = "fixed", "scored"
 
@@ -126,11 +123,6 @@ class PrefillPlan:
         """Spans below the first step: their KV depends on nothing but the tokens before, so it may be shared."""
         return self.steps[0].layer // self.span if self.steps else self.spans
 
-    @property
-    def scored(self) -> bool:
-        """Whether some set is known only when the whole prompt has been seen."""
-        return any(step.kind == SCORED for step in self.steps)
-
     def step_of_span(self, span: int) -> Step | None:
         """The step that decides which tokens a span holds; None below the first."""
         found = [step for step in self.steps if step.layer <= span * self.span]
@@ -180,8 +172,6 @@ class PrefillPlan:
         """Whether token 0 is needed at some layer >= ``layer``: a selection below must keep it."""
         return any(step.anchor for step in self.steps if step.layer >= layer)
 
-
-DENSE_STEPS: tuple[Step, ...] = ()
 
 Builder = Callable[[Mapping[str, Any], int], Step | None]
 
@@ -276,19 +266,6 @@ def choose_tsp_layer(layers: int, span: int, asked: int | None) -> int | None:
         message = f"--tsp-layer {asked} is not a multiple of {span} layers below {layers}"
         raise PlanError(f"{message}; nearest: {', '.join(map(str, near)) or 'none'}")
     return asked
-
-
-def check_nested(sets: Sequence[np.ndarray]) -> None:
-    """Raise PlanError unless each set of token positions (ascending) contains the next one.
-
-    Args:
-        sets: [tokens] int64 per layer or span, from the bottom up.
-    """
-    for level, (outer, inner) in enumerate(itertools.pairwise(sets)):
-        if len(inner) and (np.diff(inner) <= 0).any():
-            raise PlanError(f"the positions of set {level + 1} are not ascending")
-        if not np.isin(inner, outer).all():
-            raise PlanError(f"set {level + 1} holds positions that set {level} has dropped")
 
 
 def fixed_rows(step: Step, begin: int, end: int, prompt_tokens: int) -> tuple[bool, int]:

@@ -34,7 +34,7 @@ class RunShape:
 
 
 class CompactRuns:
-    """A bounded number of runs. A request that finds none free decodes dense, and is counted."""
+    """A bounded number of runs. A request that finds none free decodes dense."""
 
     def __init__(self, shape: RunShape, budget_bytes: int) -> None:
         """
@@ -48,7 +48,6 @@ class CompactRuns:
                 f"{budget_bytes} bytes do not hold one compact buffer of {shape.bytes} bytes "
                 f"({shape.tokens} tokens of {shape.bytes_per_token} bytes)"
             )
-        self.refused = 0
         self._free = list(range(self.count))[::-1]
         self._owned: dict[Hashable, int] = {}
 
@@ -56,11 +55,6 @@ class CompactRuns:
     def tokens(self) -> int:
         """Tokens of each layer's buffer."""
         return self.count * self.shape.tokens
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that requests own, over all layers."""
-        return len(self._owned) * self.shape.bytes
 
     @property
     def total_bytes(self) -> int:
@@ -71,7 +65,7 @@ class CompactRuns:
         return len(self._owned)
 
     def acquire(self, request: Hashable) -> int | None:
-        """First token of a run for this request; None, and counted, when all are in use.
+        """First token of a run for this request; None when all are in use.
 
         Raises:
             ValueError: when the request already owns one.
@@ -79,15 +73,9 @@ class CompactRuns:
         if request in self._owned:
             raise ValueError(f"request {request!r} already owns a compact buffer")
         if not self._free:
-            self.refused += 1
             return None
         run = self._owned[request] = self._free.pop()
         return run * self.shape.tokens
-
-    def start(self, request: Hashable) -> int | None:
-        """First token of the request's run, None where it owns none."""
-        run = self._owned.get(request)
-        return None if run is None else run * self.shape.tokens
 
     def release(self, request: Hashable) -> None:
         """Give the request's run back; nothing to do where it owns none."""

@@ -151,11 +151,11 @@ class CompressionStep:
 
     # --- before and between spans ---
 
-    def start(self, rows: Rows, low: int, lengths: np.ndarray, virtual: np.ndarray) -> None:
-        """The spans from layer ``low`` on are about to run.
+    def start(self, rows: Rows, lengths: np.ndarray, virtual: np.ndarray) -> None:
+        """Further spans are about to run.
 
         Args:
-            rows: what is computed.
+            rows: what they compute.
             lengths: [requests] tokens of each request; virtual: [sum of lengths] virtual slots.
         """
         begin = np.concatenate([[0], np.cumsum(lengths)])
@@ -203,7 +203,7 @@ class CompressionStep:
     def _sizes(self, job: Job, present: int) -> Sizes:
         return Sizes(len(job.entered), present, job.window)
 
-    def choose(self, index: int, step: Step, position: np.ndarray, hidden: Hidden) -> Choice:
+    def choose(self, index: int, position: np.ndarray, hidden: Hidden) -> Choice:
         """FastKV's decision for the rows of one request at its selection layer.
 
         Args:
@@ -330,7 +330,7 @@ class CompressionStep:
 
 def selectors(step: CompressionStep, hidden: Hidden) -> dict[str, Callable[[int, Step, np.ndarray], Choice]]:
     """For ``staircase.climb``."""
-    return {MECHANISM: lambda index, rule, position: step.choose(index, rule, position, hidden)}
+    return {MECHANISM: lambda index, _, position: step.choose(index, position, hidden)}
 
 
 def warm_up(keys: torch.Tensor, values: torch.Tensor, heads: int, dtype: torch.dtype) -> None:

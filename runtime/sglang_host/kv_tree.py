@@ -108,10 +108,6 @@ class DepthRadixCache(RadixCache):
         """All virtual slots in the tree."""
         return self.all_values_flatten() if self.root_node.children else torch.empty(0, dtype=torch.int64)
 
-    def cached_tokens(self) -> int:
-        """Tokens in the tree."""
-        return self.evictable_size_ + self.protected_size_
-
     def inc_lock_ref(self, node: Any) -> Any:
         before = self.evictable_size_
         result = super().inc_lock_ref(node)

@@ -101,7 +101,7 @@ class SpanForward:
         """Layers ``low .. high - 1`` are about to compute these rows."""
         self._place(rows)
         if self.compression is not None and self.compression.jobs:
-            self.compression.start(rows, low, self.plain.lengths, self.plain.virtual)
+            self.compression.start(rows, self.plain.lengths, self.plain.virtual)
             self.backend.taps = dict.fromkeys(range(low, high), self.compression.tap)
 
     def _place(self, rows: Rows) -> None:

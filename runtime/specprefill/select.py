@@ -4,7 +4,7 @@
 on the CPU: scheduling, page tables and input tensors are built from it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -137,24 +137,3 @@ def select_prompt(scores: torch.Tensor, spans: Iterable[Span], config: SpecPrefi
     stays = torch.zeros(chunks, dtype=torch.bool).index_fill_(0, kept, True)
     tokens = stays.repeat_interleave(sizes).nonzero().view(-1)
     return Selection(tokens, prompt_tokens, chunks, len(kept), len(forced), rate)
-
-
-def select_batch(
-    scores: torch.Tensor,
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    spans: Sequence[Iterable[Span]],
-    configs: Sequence[SpecPrefillConfig],
-) -> list[Selection]:
-    """:func:`select_prompt` for a batch of prompts, each under its own config.
-
-    Args:
-        scores: [total_rows, max_keys] as ``pooled_max_scores`` returned it.
-        rows, lengths: look-ahead rows and prompt tokens of each request, as in its ``Window``.
-        spans: what each request protects.
-    """
-    selections, begin = [], 0
-    for count, length, protected, config in zip(rows, lengths, spans, configs, strict=True):
-        selections.append(select_prompt(scores[begin : begin + count, :length], protected, config))
-        begin += count
-    return selections

@@ -155,7 +155,7 @@ class Host:
         ghost = np.bincount(rows.request[rows.ghost], minlength=requests).astype(bool)
         new = np.bincount(rows.request, minlength=requests) - again
         batch = Batch(*self.plain, new, again, ghost)
-        self.compression.start(rows, low, self.plain[1], np.concatenate(self.plain[2]))
+        self.compression.start(rows, self.plain[1], np.concatenate(self.plain[2]))
         for layer in range(low, high):
             pick = list(zip(rows.request.tolist(), rows.position.tolist(), strict=True))
             query, key, value = (

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from fathom.runtime.plan import (
     Retention,
     Step,
     build,
-    check_nested,
     choose_span,
     deep_tokens,
     default_span,
@@ -74,7 +72,7 @@ def test_mechanisms_add_steps_in_the_order_of_layers():
     plan = build({"depth_cutoff": 12, "tsp_rate": 0.2}, 16, 4, [scored])
     assert [step.layer for step in plan.steps] == [4, 12]
     assert plan.shared_spans == 1
-    assert plan.scored
+    assert plan.propagation is plan.steps[0]
     assert plan.step_of_span(2).mechanism == "FastKV"
     with pytest.raises(PlanError, match="at or below an earlier step"):
         build({"depth_cutoff": 4, "tsp_rate": 0.2}, 16, 4, [scored])
@@ -84,14 +82,6 @@ def test_mechanisms_add_steps_in_the_order_of_layers():
 def test_a_step_off_the_boundaries_is_refused(layer, near):
     with pytest.raises(PlanError, match=f"nearest legal: {near}"):
         PrefillPlan(16, 4, (Step(layer, "SPEED"),))
-
-
-def test_nesting():
-    check_nested([np.arange(9), np.array([0, 3, 8]), np.array([0, 8]), np.zeros(0, np.int64)])
-    with pytest.raises(PlanError, match="set 2 holds positions that set 1 has dropped"):
-        check_nested([np.arange(9), np.array([0, 8]), np.array([0, 3, 8])])
-    with pytest.raises(PlanError, match="not ascending"):
-        check_nested([np.arange(9), np.array([3, 3])])
 
 
 @given(

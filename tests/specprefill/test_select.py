@@ -12,7 +12,6 @@ from fathom.runtime.specprefill.select import (
     auto_count,
     chunk_scores,
     forced_chunks,
-    select_batch,
     select_prompt,
     whole_prompt,
 )
@@ -45,8 +44,8 @@ def test_kept_tokens_are_the_oracles(lengths, rows, dtype):
     spans = [[(n // 3, n // 3 + 2)] if n > 40 else [] for n in lengths]
     for rate in RATES:
         config = SpecPrefillConfig(keep_rate=rate, min_prompt_tokens=0)
-        got = select_batch(scores, rows, lengths, spans, [config] * len(lengths))
-        for (index, own, length), selection, protected in zip(window.requests(), got, spans, strict=True):
+        for (index, own, length), protected in zip(window.requests(), spans, strict=True):
+            selection = select_prompt(scores[own, :length], protected, config)
             clear = [keys[slots[index, :length].long()] for keys in pools]
             want = oracle.token_scores([query[own] for query in queries], clear, 0.25)
             assert selection.tokens.tolist() == oracle.kept_tokens(want, protected, rate)
