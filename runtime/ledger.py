@@ -67,14 +67,6 @@ class Account:
 
 
 @dataclass(frozen=True)
-class KvShape:
-    """Size of the target's KV cache, on all its devices."""
-
-    layers: int
-    bytes_per_token: int  # all layers, keys and values
-
-
-@dataclass(frozen=True)
 class Held:
     """KV of one request in bytes, on all devices: what it holds, and what its tokens would hold at all depths."""
 
@@ -127,8 +119,7 @@ class RequestLedger:
         holding: by the engine's request row, what a request held after its last step, until the row is freed.
     """
 
-    def __init__(self, kv_shape: KvShape) -> None:
-        self.kv_shape = kv_shape
+    def __init__(self) -> None:
         self.totals: dict[str, float] = {
             "prefill_tokens": 0,
             "prefill_steps": 0,

@@ -305,7 +305,7 @@ class FathomScheduler(Scheduler):
             "free": allocator.available_size(),
             "cached": tree.evictable_size(),
             "held": self.max_total_num_tokens - allocator.available_size() - tree.evictable_size(),
-            "bytes_per_token": self.tp_worker.ledger.kv_shape.bytes_per_token,
+            "bytes_per_token": self.tp_worker.kv_bytes_per_token,
         }
         if isinstance(allocator, DepthAllocator):
             is_tree = isinstance(tree, DepthRadixCache)
@@ -320,15 +320,15 @@ class FathomScheduler(Scheduler):
 
     def _kv_state(self) -> KvState:
         """The KV pool as metrics have it: counts that are kept anyway, nothing is walked through."""
-        allocator, tree, ledger = self.token_to_kv_pool_allocator, self.tree_cache, self.tp_worker.ledger
+        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
         if not isinstance(allocator, DepthAllocator):
             size, spare = self.page_size, tree.evictable_size()
             held = self.max_total_num_tokens - allocator.available_size() - spare
-            whole = held * ledger.kv_shape.bytes_per_token
+            whole = held * self.tp_worker.kv_bytes_per_token
             return KvState([held // size], [spare // size], self.max_total_num_tokens // size, whole, whole)
         pool = allocator.memory.pool
         cached = tree.evictable_per_span if isinstance(tree, DepthRadixCache) else np.zeros_like(pool.in_use)
-        holding = ledger.holding.values()
+        holding = self.tp_worker.ledger.holding.values()
         return KvState(
             (pool.in_use - cached).tolist(),
             cached.tolist(),

@@ -7,9 +7,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_serving
 
-from fathom.runtime.ledger import KvShape, RequestLedger
-
-REPORT_KEY = "fathom"  # in the output's customized_info
+from fathom.runtime.config import POLICY_KEY
+from fathom.runtime.ledger import RequestLedger
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,7 +16,7 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
     """SGLang's streamer that stamps first tokens and appends one report per finished request."""
 
     has_additional_customized_info: ClassVar[bool] = True
-    ledger: RequestLedger = field(default_factory=lambda: RequestLedger(KvShape(0, 0)))
+    ledger: RequestLedger = field(default_factory=RequestLedger)
 
     def stream_output(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         for request in reqs:
@@ -44,7 +43,7 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[list[dict[str, Any]]]]:
         """Per emitted request what is new to say: its report at its end, nothing while it is still running."""
         return {
-            REPORT_KEY: [
+            POLICY_KEY: [
                 [self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens)]
                 if request.finished()
                 else []

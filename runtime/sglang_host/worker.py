@@ -21,7 +21,7 @@ from fathom.runtime.decode import SlowFast
 from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import Later, Outcome
 from fathom.runtime.kv.pages import pages_of
-from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
+from fathom.runtime.ledger import Account, Held, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
 from fathom.runtime.sglang_host import (
     attention_layers,
@@ -91,7 +91,7 @@ class FathomWorker(TpModelWorker):
         if isinstance(current_platform, FathomCudaPlatform):
             gpu_memory.install(gpu_memory.reserve_of(self, self.draft_worker))
         super().alloc_memory_pool(*args, **kwargs)
-        self.ledger = RequestLedger(self._kv_shape())
+        self.ledger = RequestLedger()
         if isinstance(self.allocator, DepthAllocator):
             split_prefill.install(self.model_runner.model)
             longrope.settle(self.model_runner.model, self.model_config.context_len)
@@ -436,18 +436,16 @@ class FathomWorker(TpModelWorker):
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size
-        dense = (
-            pages_of(request.kv.kv_allocated_len, page_size)
-            * page_size
-            * self.ledger.kv_shape.bytes_per_token
-        )
+        dense = pages_of(request.kv.kv_allocated_len, page_size) * page_size * self.kv_bytes_per_token
         if not isinstance(self.allocator, DepthAllocator):
             return Held(dense, dense)
         page = self.model_runner.token_to_kv_pool.bytes_per_page * self.ps.tp_size
         return Held(self.allocator.held_pages(request) * page, dense)
 
-    def _kv_shape(self) -> KvShape:
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers, on all devices."""
         pool = self.model_runner.token_to_kv_pool
         total = int(sum(pool.get_kv_size_bytes())) * self.ps.tp_size
         spans = pool.spans if isinstance(pool, DepthKvPool) else 1
-        return KvShape(pool.layer_num, total * spans // (pool.size + pool.page_size))
+        return total * spans // (pool.size + pool.page_size)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime.decode_step import Outcome
-from fathom.runtime.ledger import Account, Held, KvShape, Launched, Part, RequestLedger
+from fathom.runtime.ledger import Account, Held, Launched, Part, RequestLedger
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
 NOTHING = Held(0, 0)
@@ -30,7 +30,7 @@ class Request:
 
 
 def test_counters_add_up_and_the_report_closes_the_account():
-    ledger = RequestLedger(KvShape(layers=4, bytes_per_token=100))
+    ledger = RequestLedger()
     request = Request()
     account = ledger.open(request, {"preset": "exact"})
     assert ledger.open(request, {}) is account
@@ -60,7 +60,7 @@ def test_counters_add_up_and_the_report_closes_the_account():
 
 
 def test_each_counter_is_reported_under_its_own_name():
-    ledger, request = RequestLedger(KvShape(4, 100)), Request()
+    ledger, request = RequestLedger(), Request()
     account, names = ledger.open(request, {}), [item.name for item in fields(Account)]
     for number, name in enumerate(names, start=1000):
         setattr(account, name, number)
@@ -99,7 +99,7 @@ PARTS = st.tuples(
 def test_any_steps_add_up(steps):
     """Of any batches: each request's numbers are those of its own parts, and the totals are their sums. What a step
     took is decode time where all of its requests decoded, and nobody's where one brought prompt tokens."""
-    ledger, requests, now = RequestLedger(KvShape(4, 100)), [Request() for _ in range(3)], 0.0
+    ledger, requests, now = RequestLedger(), [Request() for _ in range(3)], 0.0
     for request in requests:
         ledger.open(request, {})
     own = [[] for _ in requests]
@@ -138,7 +138,7 @@ def test_any_steps_add_up(steps):
 
 
 def test_drafted_tokens_are_counted_with_the_longest_burst():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request = Request()
     account = ledger.open(request, {})
     for proposed, accepted in ((8, 5), (4, 0), (4, 4)):
@@ -149,7 +149,7 @@ def test_drafted_tokens_are_counted_with_the_longest_burst():
 
 
 def test_fast_steps_and_refreshes_are_counted():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request = Request()
     steps = [(False, "start", 500), (True, None, 500), (False, "timeout", 500), (False, "trigger", 500)]
     for fast, cause, size in [*steps, (False, None, 0)]:
@@ -162,7 +162,7 @@ def test_fast_steps_and_refreshes_are_counted():
 
 
 def test_the_time_of_scoring_is_kept_per_request_and_in_total():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     first, second = Request(), Request()
     for request, seconds in ((first, 0.5), (second, 0.25), (first, 0.5)):
         ledger.scored(ledger.open(request, {}), seconds)
@@ -171,7 +171,7 @@ def test_the_time_of_scoring_is_kept_per_request_and_in_total():
 
 
 def test_the_time_of_decode_steps_is_told_apart():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request, now = Request(), 3.0
     for seconds, fast in ((0.5, False), (0.25, True), (0.125, True)):
         step(ledger, request, now, now + seconds, outcome=Outcome(fast, None, 0.0, 500))
@@ -181,7 +181,7 @@ def test_the_time_of_decode_steps_is_told_apart():
 
 
 def test_steps_that_follow_each_other_share_an_engine_steps_time():
-    ledger, request = RequestLedger(KvShape(layers=4, bytes_per_token=100)), Request()
+    ledger, request = RequestLedger(), Request()
     slow, fast = Outcome(False, "timeout", 0.1, 50), Outcome(True, None, 0.0, 50)
     account = ledger.open(request, {})
     parts = [
@@ -196,7 +196,7 @@ def test_steps_that_follow_each_other_share_an_engine_steps_time():
 
 def test_steps_that_overlap_share_no_time():
     """The second is launched while the first runs: its time begins with the first one's end."""
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request = Request()
     for began, end in ((0, 4), (1, 6), (5, 7)):
         step(ledger, request, began, end)
@@ -204,7 +204,7 @@ def test_steps_that_overlap_share_no_time():
 
 
 def test_an_account_dies_with_its_request():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request = Request()
     ledger.open(request, {})
     del request
@@ -213,7 +213,7 @@ def test_an_account_dies_with_its_request():
 
 
 def test_an_account_that_nobody_will_report_is_not_open():
-    ledger = RequestLedger(KvShape(4, 100))
+    ledger = RequestLedger()
     request = Request()
     ledger.open(request, {})
     assert len(ledger) == 1
@@ -222,13 +222,13 @@ def test_an_account_that_nobody_will_report_is_not_open():
 
 
 def test_a_request_that_never_ran_has_an_empty_report():
-    report = RequestLedger(KvShape(4, 100)).report(Request(), prompt_tokens=9, cached_tokens=0)
+    report = RequestLedger().report(Request(), prompt_tokens=9, cached_tokens=0)
     assert (report["kv_bytes"], report["decode_steps"], report["first_token_time"]) == (0, 0, None)
 
 
 def test_the_account_of_a_request_that_is_aborted_while_it_waits_is_closed():
     """Taken back first, it has an account; SGLang lets go of it without saying that it has ended."""
-    ledger, request, told = RequestLedger(KvShape(4, 100)), Request(), []
+    ledger, request, told = RequestLedger(), Request(), []
     ledger.open(request, {})
     request.cache_request_handle = "its handle"
     scheduler = object.__new__(FathomScheduler)

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.runtime.ledger import KvShape, RequestLedger
+from fathom.runtime.config import POLICY_KEY
+from fathom.runtime.ledger import RequestLedger
 from fathom.runtime.sglang_host import streamer
-from fathom.runtime.sglang_host.streamer import REPORT_KEY, FathomOutputStreamer
+from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 
 
 class Request:
@@ -26,7 +27,7 @@ class Request:
 def made(monkeypatch):
     monkeypatch.setattr(streamer, "get_serving", lambda: SimpleNamespace(stream_interval=4))
     made = FathomOutputStreamer.__new__(FathomOutputStreamer)
-    made.ledger = RequestLedger(KvShape(1, 1))
+    made.ledger = RequestLedger()
     return made
 
 
@@ -35,8 +36,8 @@ def test_the_account_comes_with_the_last_tokens(made):
     for request in (running, ended):
         made.ledger.open(request, {"preset": str(request.cached_tokens)})
     info = made.build_additional_customized_info([running, ended])
-    assert info.keys() == {REPORT_KEY}
-    none, (report,) = info[REPORT_KEY]
+    assert info.keys() == {POLICY_KEY}
+    none, (report,) = info[POLICY_KEY]
     assert none == []
     assert (report["prompt_tokens"], report["cached_tokens"]) == (40, 20)
     assert report["policy"] == {"preset": "20"}

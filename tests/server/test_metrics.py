@@ -63,7 +63,7 @@ def test_each_number_of_a_report_has_its_series(metrics):
 
 def test_a_prompt_of_which_nothing_was_dropped_is_computed_and_kept_whole(metrics):
     request = object.__new__(type("Request", (), {"__slots__": ("__weakref__",)}))
-    book = ledger.RequestLedger(ledger.KvShape(4, 100))
+    book = ledger.RequestLedger()
     book.open(request, {})
     metrics.observe_tokens(Account("/generate", "exact", 0.0, report=book.report(request, 300, 0)), 300, 20)
     metrics.observe_tokens(Account("/generate", "exact", 0.0), 7, 1)  # nothing was reported
