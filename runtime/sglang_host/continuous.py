@@ -17,7 +17,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import Outcome
 from fathom.runtime.sglang_host.bursts import BurstResult, burst
-from fathom.runtime.sglang_host.requests import ends_of, policy_of
+from fathom.runtime.sglang_host.requests import ends_of, speculates
 from fathom.runtime.sglang_host.rows import Run, alone
 from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.staging import send
@@ -25,8 +25,8 @@ from fathom.runtime.staging import send
 
 def continues(request: Req) -> bool:
     """Whether a step of the request may follow another one that the host has not looked at."""
-    drafts = policy_of(request).get("speculative", False)
-    return alone(request) and not drafts and request.grammar is None and not request.return_logprob
+    plain = alone(request) and not speculates(request)
+    return plain and request.grammar is None and not request.return_logprob
 
 
 class Continuous:

@@ -46,9 +46,14 @@ def is_judged(request: Req) -> bool:
     return step(config, prompt_tokens(request), protected_spans(request)) is not None
 
 
+def speculates(request: Req) -> bool:
+    """Whether the request wants drafted tokens."""
+    return bool(policy_of(request).get("speculative", False))
+
+
 def uses_draft(request: Req) -> bool:
     """Whether the draft reads this request's tokens."""
-    return bool(policy_of(request).get("speculative", False)) or is_judged(request)
+    return speculates(request) or is_judged(request)
 
 
 def alternates(request: Req) -> bool:
@@ -70,8 +75,7 @@ def decides_its_next_step(request: Req) -> bool:
     """
     if request.inflight_middle_chunks:
         return False
-    drafts = bool(policy_of(request).get("speculative", False))
-    return drafts or request.beam_group is not None or penalised(request)
+    return speculates(request) or request.beam_group is not None or penalised(request)
 
 
 def ends_of(request: Req) -> frozenset[int]:

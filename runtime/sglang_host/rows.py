@@ -12,7 +12,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
-from fathom.runtime.sglang_host.requests import penalised, policy_of
+from fathom.runtime.sglang_host.requests import penalised, speculates
 from fathom.runtime.sglang_host.seeds import likely
 from fathom.runtime.staging import send
 from fathom.runtime.verify import draw, match, reject, target_probs
@@ -54,8 +54,7 @@ def drafts(request: Req) -> bool:
 
     Requests whose grammar cannot take tokens back (that of ``outlines``) run one token at a time.
     """
-    wanted = bool(policy_of(request).get("speculative", False))
-    return wanted and alone(request) and takes_back(request.grammar)
+    return speculates(request) and alone(request) and takes_back(request.grammar)
 
 
 def takes_back(grammar: Any) -> bool:
