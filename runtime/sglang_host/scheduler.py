@@ -126,20 +126,27 @@ class FathomScheduler(Scheduler):
     def _take_early(self, running: list[Req]) -> None:
         """Where steps overlap: process the last result before the next batch is composed, if that follows from it.
 
-        Usually a step is launched while the one before it runs. But the tokens of a request that drafts decide, on
-        the host, what its next step does; so do those of one that decodes slow and fast beside such requests.
+        Usually a step is launched while the one before it runs.
         """
         if self.enable_overlap and self.result_queue:
             batch, result = self.result_queue[-1]
-            together = {*running, *batch.reqs}
-            waits = any(map(decides_its_next_step, batch.reqs))
-            chunks = all(req.inflight_middle_chunks for req in batch.reqs)
-            waits = waits or (not chunks and self.tp_worker.goes_on(together))
-            if not waits and any(alternates(req) and not req.inflight_middle_chunks for req in batch.reqs):
-                waits = not self.tp_worker.foresees(together)
-            if waits:
+            if self._next_follows_from(batch, running):
                 self.process_batch_result(batch, result)
                 self._taken = result
+
+    def _next_follows_from(self, batch: Any, running: list[Req]) -> bool:
+        """Whether the host has to know the tokens of a step before it composes the next one.
+
+        Those of a request that drafts decide what its next step does; several steps that follow each other begin
+        behind a known token; and where the device cannot tell what slow-fast decoding reads, the host has to.
+        """
+        if any(map(decides_its_next_step, batch.reqs)):
+            return True
+        together = {*running, *batch.reqs}
+        put_out = [req for req in batch.reqs if not req.inflight_middle_chunks]
+        if put_out and self.tp_worker.goes_on(together):
+            return True
+        return any(map(alternates, put_out)) and not self.tp_worker.foresees(together)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.enable_overlap and self.result_queue:
