@@ -11,6 +11,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from fathom.runtime.sglang_host.rows import Run
+from fathom.runtime.staging import send
 
 
 @dataclass
@@ -37,6 +38,13 @@ def burst(result: GenerationBatchResult, runs: dict[int, Run]) -> BurstResult:
     known = {item.name: getattr(result, item.name) for item in dataclasses.fields(result)}
     known["num_correct_drafts"] = sum(len(run.tokens) - 1 for run in runs.values())
     return BurstResult(**known, runs=runs)
+
+
+def lengthen(batch: ScheduleBatch, by: torch.Tensor) -> None:
+    """Make each request longer by so many tokens where the device knows its length."""
+    more = send(by, batch.seq_lens.device)
+    batch.seq_lens = batch.seq_lens + more.to(batch.seq_lens.dtype)
+    batch.orig_seq_lens = batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype)
 
 
 _NEW_TOKENS: weakref.WeakKeyDictionary[Req, int] = weakref.WeakKeyDictionary()

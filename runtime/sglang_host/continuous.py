@@ -16,7 +16,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from fathom.runtime.decode_chain import Chain
 from fathom.runtime.decode_step import Outcome
-from fathom.runtime.sglang_host.bursts import BurstResult, burst
+from fathom.runtime.sglang_host.bursts import BurstResult, burst, lengthen
 from fathom.runtime.sglang_host.requests import ends_of, speculates
 from fathom.runtime.sglang_host.rows import Run, alone
 from fathom.runtime.sglang_host.tails import Tail, Tails
@@ -95,7 +95,7 @@ class Continuous:
                 put_out = again(read)
                 if put_out is None:
                     batch.input_ids, batch.out_cache_loc = read, slots
-                    _lengthen(batch, batch.seq_lens_cpu - there)
+                    lengthen(batch, batch.seq_lens_cpu - there)
                     there = batch.seq_lens_cpu
                     put_out = forward(batch).next_token_ids
             tokens.append(put_out)
@@ -109,18 +109,11 @@ class Continuous:
         self.tails.settle(tails, (counts - 1).tolist())
         batch.seq_lens_cpu = batch.seq_lens_cpu + torch.from_numpy(counts) - len(tokens)
         batch.seq_lens_sum = None
-        _lengthen(batch, batch.seq_lens_cpu - there)
+        lengthen(batch, batch.seq_lens_cpu - there)
         batch.out_cache_loc = first
         result.next_token_ids = all_tokens.gather(0, send(counts - 1, device).view(1, -1)).squeeze(0)
         runs = {place: Run(known[:count, place].tolist()) for place, count in enumerate(counts.tolist())}
         return burst(result, runs), dict(zip(batch.reqs, outcomes, strict=True))
-
-
-def _lengthen(batch: ScheduleBatch, by: torch.Tensor) -> None:
-    """Make each request longer by so many tokens where the device knows its length."""
-    more = send(by, batch.seq_lens.device)
-    batch.seq_lens = batch.seq_lens + more.to(batch.seq_lens.dtype)
-    batch.orig_seq_lens = batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype)
 
 
 def _stands(request: Req, tokens: np.ndarray) -> int:

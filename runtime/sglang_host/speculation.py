@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.sfi.trigger import Stretch
 from fathom.runtime.sglang_host import passes
+from fathom.runtime.sglang_host.bursts import lengthen
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
@@ -288,9 +289,7 @@ def settle(
     runs = {p.index: p.sampler.run(tokens, numbers) for p, tokens in zip(proposals, stand, strict=True)}
     tails.settle([proposal.tail for proposal in proposals], kept)
     batch.seq_lens_cpu = batch.seq_lens_cpu + extra
-    more = send(extra, batch.seq_lens.device)
-    batch.seq_lens = batch.seq_lens + more.to(batch.seq_lens.dtype)
-    batch.orig_seq_lens = batch.orig_seq_lens + more.to(batch.orig_seq_lens.dtype)
+    lengthen(batch, extra)
     batch.seq_lens_sum = None
     return runs
 
