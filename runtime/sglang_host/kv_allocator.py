@@ -56,6 +56,11 @@ class DepthAllocator(CpuPagedAllocator):
         self.num_pages = self.virtual_pages
         super().clear()
 
+    @property
+    def virtual_tokens(self) -> int:
+        """Virtual slots, free or not: the most tokens that can be held, however shallow."""
+        return self.virtual_pages * self.page_size
+
     def plan_of(self, request: Req) -> PrefillPlan:
         """The request's prefill plan on this model."""
         return plan_of(request, self.layers, self.span)

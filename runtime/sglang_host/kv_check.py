@@ -30,7 +30,7 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
             tree.evictable_size_ if is_tree else 0,
             tree.protected_size_ if is_tree else 0,
             held_by_sessions,
-            allocator.virtual_pages * allocator.page_size,
+            allocator.virtual_tokens,
             uncached,
         )
         pool = allocator.memory.pool

@@ -109,7 +109,7 @@ class FathomWorker(TpModelWorker):
                 raise ValueError(
                     "--draft-model-path needs KV in depth pages, which this machine's platform has not"
                 )
-            self.draft_worker.make_pool(self.allocator.virtual_pages * self.allocator.page_size)
+            self.draft_worker.make_pool(self.allocator.virtual_tokens)
 
     def _hidden_buffer(self) -> HiddenBuffer | None:
         tokens, config = LAYOUT.propagation_buffer, self.model_config
@@ -158,11 +158,11 @@ class FathomWorker(TpModelWorker):
         if not isinstance(self.allocator, DepthAllocator) or (schedule.chunked_prefill_size or 0) > 0:
             return longest
         most = most_prefilled(self.model_config.context_len)
-        return max(longest, min(most, self.allocator.virtual_pages * self.allocator.page_size))
+        return max(longest, min(most, self.allocator.virtual_tokens))
 
     @property
     def allocator(self) -> Any:
-        """SGLang's token allocator; ours on a machine without a GPU."""
+        """SGLang's token allocator; ours where KV is in depth pages."""
         return self.model_runner.token_to_kv_pool_allocator
 
     def lacks_slow_fast(self) -> str:
@@ -174,9 +174,7 @@ class FathomWorker(TpModelWorker):
         info = list(super().get_worker_info())
         if isinstance(self.allocator, DepthAllocator):
             # A shallow prompt may be longer than the dense tokens that fit; each prompt is checked by its pages.
-            longest = min(
-                self.model_config.context_len, self.allocator.virtual_pages * self.allocator.page_size
-            )
+            longest = min(self.model_config.context_len, self.allocator.virtual_tokens)
             info[4:6] = longest - 1, longest - 6
         return tuple(info)
 
