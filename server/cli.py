@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from typing import NoReturn
+from importlib import import_module
 
 from fathom.server import ending
 from fathom.server.checks import StartError
@@ -26,40 +26,16 @@ commands:
 A first try, without a download:  fathom serve --demo"""
 
 
-def _serve(argv: list[str]) -> NoReturn:
-    from fathom.server.serve import main
-
-    main(argv)
-
-
-def _explain(argv: list[str]) -> int:
-    from fathom.server.explain import main
-
-    return main(argv)
-
-
-def _bench(argv: list[str]) -> int:
-    from fathom.benchmarks.cli import main
-
-    return main(argv) or 0
-
-
-def _fidelity(argv: list[str]) -> int:
-    from fathom.benchmarks.fidelity import main
-
-    return main(argv) or 0
-
-
-def _soak(argv: list[str]) -> int:
-    from fathom.benchmarks.soak import main
-
-    return main(argv)
-
-
-def _calibrate(argv: list[str]) -> int:
-    from fathom.benchmarks.calibrate import main
-
-    return main(argv)
+MODULES = {
+    "serve": "fathom.server.serve",
+    "explain": "fathom.server.explain",
+    "bench": "fathom.benchmarks.cli",
+    "fidelity": "fathom.benchmarks.fidelity",
+    "soak": "fathom.benchmarks.soak",
+    "calibrate": "fathom.benchmarks.calibrate",
+}
+"""By command, where its ``main`` is. Imported when it is asked for."""
+COMMANDS = (*MODULES, "version")
 
 
 def _version(argv: list[str]) -> int:
@@ -67,17 +43,6 @@ def _version(argv: list[str]) -> int:
     for name, version in versions().items():
         print(f"{name} {version}")
     return 0
-
-
-COMMANDS = {
-    "serve": _serve,
-    "explain": _explain,
-    "bench": _bench,
-    "fidelity": _fidelity,
-    "soak": _soak,
-    "calibrate": _calibrate,
-    "version": _version,
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +78,7 @@ def _run(argv: list[str] | None) -> int:
         print(f"fathom: error: unknown command {command!r}; commands: {known}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[command](rest)
+        return _version(rest) if command == "version" else import_module(MODULES[command]).main(rest)
     except StartError as error:
         print(f"fathom {command}: error: {error}", file=sys.stderr)
         return error.code
