@@ -12,6 +12,7 @@ from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.model import Shape, shape_from
 from fathom.benchmarks.servers import Server
 from fathom.benchmarks.variants import Variant, with_flags
+from fathom.runtime.cost import EXPERTS
 
 Found = TypeVar("Found")
 
@@ -74,7 +75,7 @@ def shape_at(servers: list[Server]) -> tuple[Shape, bool]:
         )
     path = _ask(server, "/model_info", lambda answer: str(answer["model_path"]))
     config = _config(path)
-    experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = any(config.get(name) for name in EXPERTS)
     try:
         return shape_from(config), experts
     except KeyError as error:

@@ -17,6 +17,7 @@ from fathom.benchmarks import plot_calibration
 from fathom.benchmarks.args import result_file
 from fathom.runtime.plan import PlanError, choose_span
 from fathom.server.checks import FAILURE, StartError, check_model, demo_model, one_line
+from fathom.server.picture import can_draw_png
 from fathom.server.profile import Profile
 from fathom.server.units import token_count
 
@@ -192,7 +193,7 @@ def main(argv: list[str]) -> int:
     print(table(result))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     picture = options.out.with_suffix(".png")
-    if plot_calibration.available():
+    if can_draw_png():
         plot_calibration.plot(result.distances, result.tsp_layer, result.max_layer, picture)
         print(f"wrote {picture}")
     Profile(layers=result.layers, tsp_layer=result.tsp_layer, measured=asdict(result)).write(options.out)

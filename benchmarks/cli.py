@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
 import random
 import re
 import shlex
@@ -222,18 +220,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
 
 
 def default_out(result: dict, name: str | None) -> Path:
-    """`DATE-NAME.json` in the repository's results folder when run from its root, else in the current one."""
-    folder = Path("benchmarks/results") if Path("benchmarks/cli.py").is_file() else Path()
-    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
+    """Where the result goes; without a name of its own it has those of the variants."""
     name = name or "-".join(variant["name"] for variant in result["variants"])
-    return folder / f"{stamp}-{re.sub(r'[^A-Za-z0-9_.+-]+', '_', name)[:80]}.json"
+    return report.default_out(result, re.sub(r"[^A-Za-z0-9_.+-]+", "_", name)[:80])
 
 
 def write(result: dict, out: Path) -> list[Path]:
     """The JSON at `out`; with fidelity in it also the comparison of all policies as Markdown, and its picture."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    out.write_text(report.portable(text, Path.cwd()))
+    report.write(result, out)
     paths = [out]
     if "fidelity" in result:
         rows = combined.rows(result)

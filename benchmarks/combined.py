@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathom.benchmarks import fidelity, fidelity_args, plot_combined, plot_fidelity
+from fathom.benchmarks import fidelity, fidelity_args, plot_combined
 from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.fidelity_report import ALL_TASKS
 from fathom.benchmarks.stats import percentile
 from fathom.benchmarks.variants import DENSE
+from fathom.server.picture import can_draw_png
 
 RATIOS = ("ttft", "tpot", "e2e")
 
@@ -202,7 +203,7 @@ def page(result: dict, found: list[Row]) -> str:
 
 def plot(found: list[Row], path: Path) -> list[Path]:
     """The picture, where matplotlib is installed."""
-    if not plot_fidelity.available():
+    if not can_draw_png():
         return []
     plot_combined.plot(found, path)
     return [path]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import shlex
 import sys
@@ -243,11 +242,7 @@ def run(todo: Grid, asked: Questions, model: str, args: argparse.Namespace, argv
     """The whole run. Returns the report; `results` and `rows` hold objects, the rest is JSON."""
     result = {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": report.command_line("fidelity", argv),
-        "hardware": report.hardware(),
-        "versions": report.versions(),
-        "git": report.git_state(),
+        **report.provenance("fidelity", argv),
         "model": model,
         "seed": todo.seed,
         "grid": todo.name,

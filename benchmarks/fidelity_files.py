@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from fathom.benchmarks import fidelity_report, plot_fidelity, plot_grids, report
 from fathom.benchmarks.fidelity_args import Cell
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.fidelity_report import Results, Row, Scored
+from fathom.server.picture import can_draw_png
 
 COLUMNS = (
     *(
@@ -89,7 +89,7 @@ def write(result: dict, out: Path) -> list[Path]:
     out.write_text(report.portable(to_text(result), Path.cwd()))
     paths = [out, out.with_suffix(".csv")]
     fidelity_report.write_csv(found, paths[1])
-    if not plot_fidelity.available():
+    if not can_draw_png():
         print("no PNG: matplotlib is not installed", file=sys.stderr)
         return paths
     paths.append(out.with_suffix(".png"))
@@ -102,10 +102,5 @@ def write(result: dict, out: Path) -> list[Path]:
 
 
 def default_out(result: dict) -> Path:
-    """`DATE-fidelity-GRID.json` in the repository's results folder when run from its root, else here.
-
-    Without a named grid the policies take its place.
-    """
-    folder = Path("benchmarks/results") if Path("benchmarks/fidelity.py").is_file() else Path()
-    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
-    return folder / f"{stamp}-fidelity-{result['grid'] or '-'.join(result['policies'])[:80]}.json"
+    """Where the result goes; without a named grid it has the names of the policies."""
+    return report.default_out(result, f"fidelity-{result['grid'] or '-'.join(result['policies'])[:80]}")

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
-
-
-def available() -> bool:
-    """Whether matplotlib is installed; it is no requirement of the server."""
-    return find_spec("matplotlib") is not None
 
 
 def plot(distances: Mapping[int, float], chosen: int, max_layer: int, path: Path) -> None:

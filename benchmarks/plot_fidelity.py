@@ -9,13 +9,6 @@ from fathom.benchmarks.fidelity_report import ALL_TASKS, Row
 COLUMNS = 3
 
 
-def available() -> bool:
-    """Whether matplotlib is installed; it is no requirement of the server."""
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
 def _line(axis, rows: list[Row], shift: float) -> None:
     """One policy's points, moved a little sideways so that intervals do not cover each other."""
     x = [row.context * 2**shift for row in rows if row.context]

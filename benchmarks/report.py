@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -85,15 +86,22 @@ def command_line(name: str, argv: list[str]) -> str:
     return shlex.join(["fathom", name, *words])
 
 
+def provenance(name: str, argv: list[str]) -> dict:
+    """When, by which command and on what a result was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(name, argv),
+        "hardware": hardware(),
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
 def header(argv: list[str], shape: Shape, settings: Settings) -> dict:
     """Everything that is known before the first measurement."""
     return {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line("bench", argv),
-        "hardware": hardware(),
-        "versions": versions(),
-        "git": git_state(),
+        **provenance("bench", argv),
         "model": {**asdict(shape), "key": shape.key, "kv_bytes_per_token": shape.kv_bytes_per_token},
         "settings": asdict(settings),
     }
@@ -273,6 +281,20 @@ def notes(report: dict) -> list[str]:
             f"{foreign['max']:.0%}). Do not quote these figures."
         )
     return lines
+
+
+def default_out(result: dict, name: str) -> Path:
+    """`DATE-NAME.json` in the repository's results folder when run from its root, else in the current one."""
+    folder = Path("benchmarks/results") if Path("benchmarks/report.py").is_file() else Path()
+    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
+    return folder / f"{stamp}-{name}.json"
+
+
+def write(result: dict, out: Path) -> None:
+    """The result as JSON."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    out.write_text(portable(text, Path.cwd()))
 
 
 def portable(text: str, folder: Path) -> str:

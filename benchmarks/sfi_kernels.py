@@ -8,9 +8,7 @@ calls that follow each other. Slots in ascending order, as a fresh pool gives th
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import sys
 
 from fathom.benchmarks import paper_figures as papers
@@ -114,11 +112,7 @@ def main(argv: list[str]) -> int:
     sizes = {key: getattr(args, key) for key in names}
     result: dict = {
         "schema": report.SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["fathom", "bench", "--kernels", *argv]),
-        "hardware": report.hardware(),
-        "versions": report.versions(),
-        "git": report.git_state(),
+        **report.provenance("bench", ["--kernels", *argv]),
         "sizes": sizes,
         "rows": rows,
     }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
 import random
 import re
 import shlex
@@ -403,11 +401,7 @@ def _start(running: list[servers.Server], args: argparse.Namespace) -> tuple[ser
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
     """The whole run. BenchError, with everything that went wrong, unless nothing did."""
     result = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["fathom", "soak", *argv]),
-        "hardware": report.hardware(),
-        "versions": report.versions(),
-        "git": report.git_state(),
+        **report.provenance("soak", argv),
         "policies": {variant.name: variant.policy for variant in args.policy},
         "in_flight": args.in_flight,
     }
@@ -443,12 +437,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
     return result
 
 
-def _default_out(result: dict) -> Path:
-    folder = Path("benchmarks/results") if Path("benchmarks/soak.py").is_file() else Path()
-    stamp = datetime.datetime.fromisoformat(result["date"]).strftime("%Y-%m-%d-%H%M")
-    return folder / f"{stamp}-soak.json"
-
-
 def main(argv: list[str]) -> int:
     """Run it. Returns 0; 1 after an error that says what went wrong; 2 for wrong arguments."""
     args = parser().parse_args(argv)
@@ -460,10 +448,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("fathom soak: interrupted, nothing written", file=sys.stderr)
         return 130
-    out = args.out or _default_out(result)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    out.write_text(report.portable(text, Path.cwd()))
+    out = args.out or report.default_out(result, "soak")
+    report.write(result, out)
     print("", result["table"], sep="\n")
     counts = ", ".join(f"{n} {kind}" for kind, n in result["outcomes"].items())
     aborts = ", ".join(f"{n} {stage}" for stage, n in result["aborts"].items())

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from fathom.benchmarks import args, cli, combined, plot_fidelity, studies
+from fathom.benchmarks import args, cli, combined, studies
+from fathom.server.picture import can_draw_png
 
 A, B = {"depth_cutoff": 6}, {"tsp_rate": 0.2, "kv_retention_rate": 0.2}
 BODIES = {"fathom": {}, "a": A, "b": B, "both": A | B, "more": A | B | {"speculative": True}}
@@ -64,7 +65,7 @@ def test_the_page_and_the_picture_show_every_policy(tmp_path):
     page = combined.page(result, rows)
     assert "| 64 | both | 1.00 | 1000.0 | 1.00 | 0.0 | 12.00 (18.00) |" in page
     assert "75.0 [50, 90]" in page and json.dumps(A | B) in page
-    if plot_fidelity.available():
+    if can_draw_png():
         paths = combined.plot(rows, tmp_path / "x.png")
         assert paths[0].read_bytes().startswith(b"\x89PNG")
 

@@ -9,11 +9,12 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from fathom.benchmarks import fidelity, fidelity_args, plot_fidelity
+from fathom.benchmarks import fidelity, fidelity_args
 from fathom.benchmarks.fidelity_grids import GRIDS, SFI_CONTEXT, NamedGrid, Point
 from fathom.benchmarks.variants import with_body, with_flags
 from fathom.runtime.config import Policy
 from fathom.server import cli
+from fathom.server.picture import can_draw_png
 
 REFUSAL = "fathom.depth_cutoff: SPEED is not available in this build"
 
@@ -155,7 +156,7 @@ def test_csv_and_picture_are_written_beside_the_json(fake, tmp_path):
     shares = [row["share"] for row in result["rows"]]
     assert [float(line["share"]) for line in lines] == pytest.approx(shares, abs=1e-4)
     assert lines[0]["p"] == "" and float(lines[1]["p"]) == 0.25
-    if plot_fidelity.available():
+    if can_draw_png():
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -200,7 +201,7 @@ def test_a_named_grid_is_asked_and_drawn(fake, tmp_path, monkeypatch, picture):
     }
     per_answer = [line for line in out.read_text().splitlines() if line.startswith("   [")]
     assert len(per_answer) == 12 * len(names)
-    if plot_fidelity.available():
+    if can_draw_png():
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
