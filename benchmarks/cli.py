@@ -82,23 +82,17 @@ def start_all(
     described = []
     started: dict[tuple[str, ...], servers.Server] = {}
     for variant in tqdm(variants, desc="starting", unit="server"):
-        here = replace(at, port=servers.free_port())
-        command = [here.fill(part) for part in variant.command]
-        env = {key: here.fill(value) for key, value in variant.env.items()}
         server = started.get(variant.command) if share else None
         if server is None:
-            server = servers.start(variant, command, env, here.port, logs)
-            running.append(server)
-            server.wait_ready(limit)
-            started[variant.command] = server
+            server = started[variant.command] = servers.start(running, variant, at, logs, limit)
         else:
             server = replace(server, variant=variant)
             running.append(server)
         described.append(
             {
                 "name": variant.name,
-                "command": command,
-                "env": env,
+                "command": server.command,
+                "env": server.env,
                 "body": variant.body,
                 "startup_seconds": server.started,
                 "identity": liveness.identify(server),

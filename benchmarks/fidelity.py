@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -175,22 +175,18 @@ def check_auto(todo: Grid, results: Results) -> None:
 
 def _start(
     running: list[servers.Server], like: Variant, model: str, asked: Questions, args: argparse.Namespace
-) -> tuple[servers.Server, list[str]]:
-    """Start a policy's server with room for the longest conversation, `in_flight` times over; also its command."""
+) -> servers.Server:
+    """Start a policy's server with room for the longest conversation, `in_flight` times over."""
     items = [item for items in asked.values() for item in items]
     context = max(item.sample.prompt_tokens + item.max_tokens for item in items) + CONTEXT_SLACK
     path = Path(model).resolve() if Path(model).exists() else Path(model)
-    port, kv_tokens = servers.free_port(), (args.in_flight + 1) * context
-    at = Place(path, port, args.dtype or "auto", context, kv_tokens, 0, Path())
+    at = Place(path, 0, args.dtype or "auto", context, (args.in_flight + 1) * context, 0, Path())
     draft = args.draft_model or (str(demo_model("draft")) if args.model is None else None)
     drafted = [] if draft is None else ["--draft-model-path", draft]
     variant = with_flags(like, [*drafted, *shlex.split(args.server_flags)])
-    command = [at.fill(part) for part in variant.command]
-    server = servers.start(variant, command, {**PATIENT, **variant.env}, port, args.cache.resolve() / "logs")
-    running.append(server)
+    variant = replace(variant, env={**PATIENT, **variant.env})
     print("starting the server", file=sys.stderr)
-    server.wait_ready(args.start_limit)
-    return server, command
+    return servers.start(running, variant, at, args.cache.resolve() / "logs", args.start_limit)
 
 
 def ask_server(
@@ -229,7 +225,8 @@ def ask_servers(
                 server = attach(FATHOM, args.url, args.api_key)
                 about["url"] = server.url
             else:
-                server, about["command"] = _start(running, policies[0], model, asked, args)
+                server = _start(running, policies[0], model, asked, args)
+                about["command"] = server.command
                 about["startup_seconds"] = round(server.started, 2)
             found, answers = ask_server(server, todo, policies, asked, args)
         described.append(about | found)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -20,7 +20,7 @@ import psutil
 
 from fathom.benchmarks.client import MODEL_NAME, BenchError
 from fathom.benchmarks.usage import cpu_seconds, tree
-from fathom.benchmarks.variants import Variant
+from fathom.benchmarks.variants import Place, Variant
 
 _PR_SET_PDEATHSIG = 1
 _STOP_GRACE = 5.0
@@ -73,6 +73,7 @@ class Server:
         started: its start-up in seconds once `wait_ready` returned.
         model: the name it serves its model under.
         headers: of every request.
+        command, env: that it was started with.
     """
 
     variant: Variant
@@ -83,6 +84,8 @@ class Server:
     started: float = 0.0
     model: str = MODEL_NAME
     headers: dict[str, str] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
 
     def check_alive(self, patience: float = 0.0) -> None:
         """BenchError with the log's end if its process has ended, or does within `patience` seconds."""
@@ -112,8 +115,17 @@ class Server:
         raise BenchError(f"{self.variant.name} was not ready after {limit:g} s:\n{self.log_tail()}")
 
 
-def start(variant: Variant, command: list[str], env: dict[str, str], port: int, folder: Path) -> Server:
-    """Start the process in a session of its own, with its output in `folder`/NAME.log."""
+def start(running: list[Server], variant: Variant, at: Place, folder: Path, limit: float) -> Server:
+    """Start a variant's server on a port of its own, in a session of its own, and wait until it is ready.
+
+    Args:
+        running: has the server as soon as there is a process to end.
+        at: all but the port.
+        folder: for its output, NAME.log; limit: as `wait_ready`.
+    """
+    at = replace(at, port=free_port())
+    command = [at.fill(part) for part in variant.command]
+    env = {key: at.fill(value) for key, value in variant.env.items()}
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{variant.name}.log"
     with log.open("wb") as output:
@@ -127,7 +139,11 @@ def start(variant: Variant, command: list[str], env: dict[str, str], port: int, 
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    return Server(variant, f"http://127.0.0.1:{port}", log, process, time.monotonic())
+    url = f"http://127.0.0.1:{at.port}"
+    server = Server(variant, url, log, process, time.monotonic(), command=command, env=env)
+    running.append(server)
+    server.wait_ready(limit)
+    return server
 
 
 def stop(processes: list[subprocess.Popen]) -> None:

@@ -385,17 +385,12 @@ def table(soak: Soak) -> str:
     return "\n".join(lines)
 
 
-def _start(running: list[servers.Server], args: argparse.Namespace) -> tuple[servers.Server, list[str]]:
-    target, port = demo_model(), servers.free_port()
-    at = Place(Path(target), port, "float32", CONTEXT, args.in_flight * CONTEXT, 0, Path())
+def _start(running: list[servers.Server], args: argparse.Namespace) -> servers.Server:
+    at = Place(demo_model(), 0, "float32", CONTEXT, args.in_flight * CONTEXT, 0, Path())
     draft = ["--draft-model-path", str(demo_model("draft"))]
     variant = with_flags(FATHOM, [*draft, *shlex.split(args.server_flags)])
-    command = [at.fill(part) for part in variant.command]
-    server = servers.start(variant, command, variant.env, port, args.cache.resolve() / "logs")
-    running.append(server)
     print("starting the server", file=sys.stderr)
-    server.wait_ready(300)
-    return server, command
+    return servers.start(running, variant, at, args.cache.resolve() / "logs", 300)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict:
@@ -406,7 +401,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict:
         "in_flight": args.in_flight,
     }
     with servers.stopping() as running:
-        server, result["server"] = _start(running, args)
+        server = _start(running, args)
+        result["server"] = server.command
         pid = liveness.identify(server)["engine"][0]["pid"]
         soak = Soak(server, str(demo_model()), load_tokenizer(str(demo_model())), args)
         begin = time.monotonic()

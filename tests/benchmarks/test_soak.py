@@ -201,7 +201,7 @@ def small(monkeypatch, tmp_path):
         server = servers.Server(FATHOM_SERVER, url, log, process, 0.0)
 
         def start(running, args):
-            return server, []
+            return server
 
         monkeypatch.setattr(soak, "_start", start)
         monkeypatch.setattr(soak.liveness, "identify", lambda _: {"engine": [{"pid": process.pid}]})
