@@ -201,11 +201,16 @@ def refuse_policy(body: bytes) -> None:
         raise RequestError(400, f"fathom cannot be had on this route; it can on {asked}", "fathom")
 
 
+def sampling_sets(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """One set of sampling parameters, or those of each prompt; what is none is left for the route to refuse."""
+    given = content.get("sampling_params")
+    return [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict)]
+
+
 def refuse_private(content: dict[str, Any]) -> None:
     """Refuse a request that addresses the engine's private field directly."""
-    sampling = content.get("sampling_params")
-    for holder in [content, *(sampling if isinstance(sampling, list) else [sampling])]:
-        custom = holder.get("custom_params") if isinstance(holder, dict) else None
+    for holder in [content, *sampling_sets(content)]:
+        custom = holder.get("custom_params")
         for name in custom if isinstance(custom, dict) else ():
             if name.startswith("fathom"):
                 name = f"custom_params.{name}"
@@ -215,14 +220,9 @@ def refuse_private(content: dict[str, Any]) -> None:
 
 def refuse_internal(content: dict[str, Any]) -> None:
     """Refuse fields by which SGLang's own processes talk to each other; its native route takes them from anyone."""
-    sampling = content.get("sampling_params")
-    parts: list[tuple[str, Any, tuple[str, ...]]] = [("", content, INTERNAL_FIELDS)]
-    parts += [
-        ("sampling_params.", item, INTERNAL_SAMPLING_FIELDS)
-        for item in (sampling if isinstance(sampling, list) else [sampling])
-    ]
-    for prefix, holder, names in parts:
-        for name in names if isinstance(holder, dict) else ():
+    sets = (("sampling_params.", each, INTERNAL_SAMPLING_FIELDS) for each in sampling_sets(content))
+    for prefix, holder, names in (("", content, INTERNAL_FIELDS), *sets):
+        for name in names:
             if holder.get(name) is not None:
                 raise RequestError(400, f"{prefix}{name} is not for clients", prefix + name)
 
@@ -248,14 +248,9 @@ def refuse_without_effect(content: dict[str, Any], middles: bool) -> None:
 
 def refuse_count(content: dict[str, Any]) -> None:
     """Refuse to make no generation at all, or more than one prompt may have."""
-    sampling = content.get("sampling_params")
     found = [(name, content.get(name)) for name in ("n", "best_of") if isinstance(content.get(name), int)]
     # SGLang's native route compares this one before anything has looked at its type.
-    found += [
-        ("sampling_params.n", item.get("n"))
-        for item in (sampling if isinstance(sampling, list) else [sampling])
-        if isinstance(item, dict)
-    ]
+    found += [("sampling_params.n", each.get("n")) for each in sampling_sets(content)]
     for name, count in found:
         if count is not None and not (type(count) is int and 1 <= count <= MAX_GENERATIONS):
             message = f"{name} must be an integer in [1, {MAX_GENERATIONS}], got {json.dumps(count)[:80]}"
