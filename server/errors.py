@@ -41,7 +41,10 @@ def clean(message: str) -> str:
     """An error message on one line, of bounded length, without places in source files."""
     text = _PYDANTIC_DETAIL.sub("", _SOURCE_PLACE.sub("", message))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    text = "; ".join(dict.fromkeys(lines))
+    return _bounded("; ".join(dict.fromkeys(lines)))
+
+
+def _bounded(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -87,9 +90,7 @@ def describe(errors: list[dict[str, Any]]) -> str:
         message = str(error.get("msg", "illegal value")).removeprefix("Value error, ")
         texts.append(f"{place}: {message}" if place else message)
     unique = list(dict.fromkeys(texts))
-    text = "; ".join(unique[:SHOWN_ERRORS]) or "illegal request"
-    if len(text) > SHOWN_CHARACTERS:
-        text = text[: SHOWN_CHARACTERS - 3] + "..."
+    text = _bounded("; ".join(unique[:SHOWN_ERRORS]) or "illegal request")
     more = len(unique) - SHOWN_ERRORS
     return f"{text} (and {more} more)" if more > 0 else text
 
