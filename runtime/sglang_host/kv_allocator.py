@@ -18,13 +18,13 @@ from fathom.runtime.kv.audit import Audit, audit
 from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
-from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.requests import plan_of
+from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
 from fathom.runtime.staging import send
 
 
-class DepthAllocator(CpuPagedAllocator):
+class DepthAllocator(TorchPagedAllocator):
     """Virtual pages for SGLang; the physical ones behind them are in ``memory``.
 
     Attributes:

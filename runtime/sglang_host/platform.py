@@ -38,11 +38,11 @@ class DepthPagePlatform(SRTPlatform):
         return DepthKvPool if LAYOUT.used else MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
         from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
+        from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
 
-        return DepthAllocator if LAYOUT.used else CpuPagedAllocator
+        return DepthAllocator if LAYOUT.used else TorchPagedAllocator
 
 
 class FathomCpuPlatform(CpuDeviceMixin, DepthPagePlatform):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from fathom.runtime.sglang_host.cpu_allocator import CpuPagedAllocator
+from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
 
 PAGES = 1000
 
@@ -14,8 +14,8 @@ class NoCache:
     """Stands for the KV buffers, which allocation never touches."""
 
 
-def allocator(pages: int, page_size: int) -> CpuPagedAllocator:
-    return CpuPagedAllocator(pages * page_size, page_size, torch.float32, "cpu", NoCache(), need_sort=False)
+def allocator(pages: int, page_size: int) -> TorchPagedAllocator:
+    return TorchPagedAllocator(pages * page_size, page_size, torch.float32, "cpu", NoCache(), need_sort=False)
 
 
 @given(

@@ -1,11 +1,11 @@
-"""Paged KV-slot allocation without Triton, for machines without a GPU."""
+"""Paged KV-slot allocation without Triton: on a CPU, and of virtual slots on any device."""
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.utils import get_num_new_pages
 
 
-class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
+class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's paged allocator with SGLang's own PyTorch allocation in place of its two Triton kernels.
 
     A slot is ``page * page_size + offset``. Page 0 is SGLang's dummy page and never handed out.
