@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from fathom.server.middleware import INTERNAL_FIELDS, MAX_GENERATIONS
+from fathom.server.refusals import INTERNAL_FIELDS, MAX_GENERATIONS
 
 MAX_TOP_LOGPROBS = 1024
 

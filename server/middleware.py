@@ -3,7 +3,6 @@
 Pure ASGI: it sees every body message as it passes, so a stream is never gathered.
 """
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -15,9 +14,8 @@ from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import MALFORMED, raised_by_body, rewrite
+from fathom.server.refusals import RequestError, refuse_illegal
 from fathom.server.routes import (
-    COMPLETIONS,
-    GENERATE,
     GENERATES,
     GENERATION_ROUTES,
     RESPONSES,
@@ -32,24 +30,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-INTERNAL_FIELDS = (
-    *(
-        "http_worker_ipc",
-        "received_time",
-        "need_wait_for_mm_inputs",
-        "num_items_assigned",
-        "external_trace_header",
-    ),
-    *("bootstrap_pair_key", "decode_tp_size", "lora_id", "positional_embed_overrides", "encoder_urls"),
-)
-INTERNAL_SAMPLING_FIELDS = (
-    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
-    "ebnf_full_assistant",
-)
-
-MAX_GENERATIONS = 128
-"""Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
-
 PACKED = (
     "the weights of this model are packed for the CPU: they can be neither changed nor read while it is served; "
     "start the server again with the new model"
@@ -57,15 +37,6 @@ PACKED = (
 
 REMEMBERED_RESPONSES = 1024
 """How many ``/v1/responses`` answers keep their account for a later retrieval."""
-
-
-class RequestError(Exception):
-    """A request that is refused before it reaches a route."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.param = param
 
 
 class ClientGone(Exception):
@@ -156,14 +127,11 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(
-    body: bytes, path: str = "", served: str = "", middles: bool = False
-) -> tuple[bytes, Any, str]:
+def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Any, str]:
     """The body without its ``fathom`` member, that member (None where there is none), and the model it names.
 
     Raises:
-        RequestError: 400 for what is no JSON object, for a policy in the engine's private field, and for a
-            count of generations below one.
+        RequestError: 400 for what is no JSON object, and as :func:`refuse_illegal`.
     """
     try:
         content = orjson.loads(body)
@@ -171,14 +139,7 @@ def take_policy(
         raise RequestError(400, f"the request body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise RequestError(400, "the request body must be a JSON object")
-    refuse_private(content)
-    if path == GENERATE:
-        refuse_internal(content)
-    if path == RESPONSES:
-        refuse_response(content)
-    refuse_count(content)
-    if path == COMPLETIONS:
-        refuse_without_effect(content, middles)
+    refuse_illegal(path, content, middles)
     model = content.get("model")
     name = model if isinstance(model, str) else ""
     unnamed = path == RESPONSES and model is None
@@ -199,62 +160,6 @@ def refuse_policy(body: bytes) -> None:
     if isinstance(content, dict) and content.get("fathom") is not None:
         asked = ", ".join(GENERATION_ROUTES)
         raise RequestError(400, f"fathom cannot be had on this route; it can on {asked}", "fathom")
-
-
-def sampling_sets(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """One set of sampling parameters, or those of each prompt; what is none is left for the route to refuse."""
-    given = content.get("sampling_params")
-    return [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict)]
-
-
-def refuse_private(content: dict[str, Any]) -> None:
-    """Refuse a request that addresses the engine's private field directly."""
-    for holder in [content, *sampling_sets(content)]:
-        custom = holder.get("custom_params")
-        for name in custom if isinstance(custom, dict) else ():
-            if name.startswith("fathom"):
-                name = f"custom_params.{name}"
-                message = f'{name} is reserved; put the policy in a top-level "fathom" object'
-                raise RequestError(400, message, name)
-
-
-def refuse_internal(content: dict[str, Any]) -> None:
-    """Refuse fields by which SGLang's own processes talk to each other; its native route takes them from anyone."""
-    sets = (("sampling_params.", each, INTERNAL_SAMPLING_FIELDS) for each in sampling_sets(content))
-    for prefix, holder, names in (("", content, INTERNAL_FIELDS), *sets):
-        for name in names:
-            if holder.get(name) is not None:
-                raise RequestError(400, f"{prefix}{name} is not for clients", prefix + name)
-
-
-def refuse_response(content: dict[str, Any]) -> None:
-    """Refuse a response to nothing, or without room for a token."""
-    if content.get("input") == []:
-        raise RequestError(400, "input must not be empty", "input")
-    limit = content.get("max_output_tokens")
-    if type(limit) is int and limit < 1:
-        raise RequestError(
-            400, f"max_output_tokens must be an integer >= 1, got {limit}", "max_output_tokens"
-        )
-
-
-def refuse_without_effect(content: dict[str, Any], middles: bool) -> None:
-    """Refuse what SGLang takes on its completions route and does not do."""
-    if (best_of := content.get("best_of")) is not None and best_of != (content.get("n") or 1):
-        raise RequestError(400, "best_of is not supported; legal: the value of n", "best_of")
-    if content.get("suffix") and not middles:
-        raise RequestError(400, "suffix needs a server with --completion-template", "suffix")
-
-
-def refuse_count(content: dict[str, Any]) -> None:
-    """Refuse to make no generation at all, or more than one prompt may have."""
-    found = [(name, content.get(name)) for name in ("n", "best_of") if isinstance(content.get(name), int)]
-    # SGLang's native route compares this one before anything has looked at its type.
-    found += [("sampling_params.n", each.get("n")) for each in sampling_sets(content)]
-    for name, count in found:
-        if count is not None and not (type(count) is int and 1 <= count <= MAX_GENERATIONS):
-            message = f"{name} must be an integer in [1, {MAX_GENERATIONS}], got {json.dumps(count)[:80]}"
-            raise RequestError(400, message, name)
 
 
 def with_length(scope: Scope, length: int) -> Scope:

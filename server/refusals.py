@@ -1,0 +1,109 @@
+"""What the JSON object of a generation request may not ask for, whatever its policy."""
+
+import json
+from typing import Any
+
+from fathom.server.routes import COMPLETIONS, GENERATE, RESPONSES
+
+INTERNAL_FIELDS = (
+    *(
+        "http_worker_ipc",
+        "received_time",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
+        "external_trace_header",
+    ),
+    *("bootstrap_pair_key", "decode_tp_size", "lora_id", "positional_embed_overrides", "encoder_urls"),
+)
+INTERNAL_SAMPLING_FIELDS = (
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+    "ebnf_full_assistant",
+)
+
+MAX_GENERATIONS = 128
+"""Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
+
+
+class RequestError(Exception):
+    """A request that is refused before it reaches a route."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
+    """Refuse a request of a route.
+
+    Args:
+        path: the route; content: the request's JSON object.
+        middles: whether a completion may have a suffix here.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    _refuse_private(content)
+    if path == GENERATE:
+        _refuse_internal(content)
+    if path == RESPONSES:
+        _refuse_response(content)
+    _refuse_count(content)
+    if path == COMPLETIONS:
+        _refuse_without_effect(content, middles)
+
+
+def _sampling_sets(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """One set of sampling parameters, or those of each prompt; what is none is left for the route to refuse."""
+    given = content.get("sampling_params")
+    return [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict)]
+
+
+def _refuse_private(content: dict[str, Any]) -> None:
+    """Refuse a request that addresses the engine's private field directly."""
+    for holder in [content, *_sampling_sets(content)]:
+        custom = holder.get("custom_params")
+        for name in custom if isinstance(custom, dict) else ():
+            if name.startswith("fathom"):
+                name = f"custom_params.{name}"
+                message = f'{name} is reserved; put the policy in a top-level "fathom" object'
+                raise RequestError(400, message, name)
+
+
+def _refuse_internal(content: dict[str, Any]) -> None:
+    """Refuse fields by which SGLang's own processes talk to each other; its native route takes them from anyone."""
+    sets = (("sampling_params.", each, INTERNAL_SAMPLING_FIELDS) for each in _sampling_sets(content))
+    for prefix, holder, names in (("", content, INTERNAL_FIELDS), *sets):
+        for name in names:
+            if holder.get(name) is not None:
+                raise RequestError(400, f"{prefix}{name} is not for clients", prefix + name)
+
+
+def _refuse_response(content: dict[str, Any]) -> None:
+    """Refuse a response to nothing, or without room for a token."""
+    if content.get("input") == []:
+        raise RequestError(400, "input must not be empty", "input")
+    limit = content.get("max_output_tokens")
+    if type(limit) is int and limit < 1:
+        raise RequestError(
+            400, f"max_output_tokens must be an integer >= 1, got {limit}", "max_output_tokens"
+        )
+
+
+def _refuse_without_effect(content: dict[str, Any], middles: bool) -> None:
+    """Refuse what SGLang takes on its completions route and does not do."""
+    if (best_of := content.get("best_of")) is not None and best_of != (content.get("n") or 1):
+        raise RequestError(400, "best_of is not supported; legal: the value of n", "best_of")
+    if content.get("suffix") and not middles:
+        raise RequestError(400, "suffix needs a server with --completion-template", "suffix")
+
+
+def _refuse_count(content: dict[str, Any]) -> None:
+    """Refuse to make no generation at all, or more than one prompt may have."""
+    found = [(name, content.get(name)) for name in ("n", "best_of") if isinstance(content.get(name), int)]
+    # SGLang's native route compares this one before anything has looked at its type.
+    found += [("sampling_params.n", each.get("n")) for each in _sampling_sets(content)]
+    for name, count in found:
+        if count is not None and not (type(count) is int and 1 <= count <= MAX_GENERATIONS):
+            message = f"{name} must be an integer in [1, {MAX_GENERATIONS}], got {json.dumps(count)[:80]}"
+            raise RequestError(400, message, name)
