@@ -190,16 +190,8 @@ def plan(argv: list[str]) -> Plan:
         models = models or _models(own)
     engine, _ = _engine_parser().parse_known_args(passed_on)
     checks.refuse_bypass(engine)
-    if error := memory_flags.problem(own):
+    if error := memory_flags.problem(own) or _problem(own):
         raise StartError(error)
-    if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
-        raise StartError(f"--draft-cost must be in [0, 1], got {own.draft_cost:g}")
-    if own.max_body_mib < 1:
-        raise StartError(f"--max-body-mib must be at least 1, got {own.max_body_mib}")
-    if own.max_in_flight < 1:
-        raise StartError(f"--max-in-flight must be at least 1, got {own.max_in_flight}")
-    if not 0 <= own.drain_seconds < float("inf"):
-        raise StartError(f"--drain-seconds must be at least 0, got {own.drain_seconds:g}")
     try:
         asked = flags.asked_by(own)
         sfi = sfi_options.from_arguments(own)
@@ -239,6 +231,18 @@ def plan(argv: list[str]) -> Plan:
         verbose=engine.log_level == "debug",
         gpu_depth_pages=own.gpu_depth_pages,
     )
+
+
+def _problem(own: argparse.Namespace) -> str:
+    """What is wrong with other numbers than those of :mod:`memory_flags`; "" where nothing is."""
+    if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
+        return f"--draft-cost must be in [0, 1], got {own.draft_cost:g}"
+    for flag, value in (("--max-body-mib", own.max_body_mib), ("--max-in-flight", own.max_in_flight)):
+        if value < 1:
+            return f"{flag} must be at least 1, got {value}"
+    if not 0 <= own.drain_seconds < float("inf"):
+        return f"--drain-seconds must be at least 0, got {own.drain_seconds:g}"
+    return ""
 
 
 def _models(own: argparse.Namespace, positional: str | None = None) -> list[Any]:
