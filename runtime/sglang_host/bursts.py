@@ -63,14 +63,11 @@ def update_finish_state(self: Req, new_accepted_len: int = 1) -> None:
         return
     later = self.output_ids[1 - count :]
     del self.output_ids[1 - count :]
-    for place in range(count):
+    _update_finish_state(self)
+    while later and not self.finished():
+        self.output_ids.append(later.pop(0))
         _update_finish_state(self)
-        if self.finished():
-            break
-        self.output_ids.extend(later[place : place + 1])
-    else:
-        return
-    self.output_ids.extend(later[place:])
+    self.output_ids.extend(later)
 
 
 class BurstResultProcessor(SchedulerBatchResultProcessor):
