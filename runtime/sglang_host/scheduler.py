@@ -35,6 +35,12 @@ from fathom.runtime.sglang_host.worker import FathomWorker
 
 logger = logging.getLogger(__name__)
 
+BACKEND_COUNTS = (
+    *("packed_weights", "wide_weights", "joined_layers", "joined_steps"),
+    *("ended_rows", "looked_up_steps", "moved_steps"),
+)
+"""What the attention backends count, each some of it."""
+
 
 def _name(obj: object) -> str:
     cls = type(obj)
@@ -234,25 +240,21 @@ class FathomScheduler(Scheduler):
     def fathom_state(self) -> dict[str, Any]:
         """What this process runs, told by its own objects (JSON-safe)."""
         runner = self.tp_worker.model_runner
+        backend = runner.attn_backend
+        flashinfer = getattr(backend, "flashinfer", None)
         return {
             "pid": os.getpid(),
             "scheduler": _name(self),
             "worker": _name(self.tp_worker),
-            "attention_backend": _name(runner.attn_backend),
-            "bfloat16_products": getattr(runner.attn_backend, "bfloat16_products", False),
-            "packed_weights": getattr(runner.attn_backend, "packed_weights", 0),
-            "wide_weights": getattr(runner.attn_backend, "wide_weights", 0),
-            "joined_layers": getattr(runner.attn_backend, "joined_layers", 0),
-            "joined_steps": getattr(runner.attn_backend, "joined_steps", 0),
-            "ended_rows": getattr(runner.attn_backend, "ended_rows", 0),
+            "attention_backend": _name(backend),
+            "bfloat16_products": getattr(backend, "bfloat16_products", False),
+            **{name: getattr(backend, name, 0) for name in BACKEND_COUNTS},
             "overlapped_steps": self.overlapped_steps,
             "steps_that_followed": getattr(self.tp_worker.continuous, "steps", 0),
-            "looked_up_steps": getattr(runner.attn_backend, "looked_up_steps", 0),
-            "moved_steps": getattr(runner.attn_backend, "moved_steps", 0),
-            "grown_tables": getattr(getattr(runner.attn_backend, "tables", None), "grown", 0),
-            "prefill_attention": getattr(runner.attn_backend, "prefill_attention", None),
-            "flashinfer_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "plans", 0),
-            "gathered_plans": getattr(getattr(runner.attn_backend, "flashinfer", None), "gathered_plans", 0),
+            "grown_tables": getattr(getattr(backend, "tables", None), "grown", 0),
+            "prefill_attention": getattr(backend, "prefill_attention", None),
+            "flashinfer_plans": getattr(flashinfer, "plans", 0),
+            "gathered_plans": getattr(flashinfer, "gathered_plans", 0),
             "replayed_steps": getattr(runner.decode_cuda_graph_runner, "replayed", {}),
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
