@@ -422,15 +422,14 @@ class FathomWorker(TpModelWorker):
             return
         if plan.dense or plan.retention is not None or plan.propagation is not None:
             return
-        per_span = tokens_per_span(plan, prompt)
-        account.climbed(per_span, per_span)
         selection = None if self.draft_side is None else self.draft_side.state(request).selection
-        if selection is not None:
+        if selection is None:
+            per_span = tokens_per_span(plan, prompt)
+        else:
             lower = sum(step.kind == SCORED for step in map(plan.step_of_span, range(plan.spans)) if step)
             kept = len(selection.tokens)
-            deep = min(kept, 1 + plan.anchored_above(1))
-            per_span = [kept] * lower + [deep] * (plan.spans - lower)
-            account.climbed(per_span, per_span)
+            per_span = [kept] * lower + [min(kept, 1 + plan.anchored_above(1))] * (plan.spans - lower)
+        account.climbed(per_span, per_span)
 
     def _held(self, request: Req) -> Held:
         page_size = self.model_runner.token_to_kv_pool.page_size
