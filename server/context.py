@@ -1,6 +1,6 @@
 """What one HTTP request asked for and what the engine reported about it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +58,20 @@ class Face:
         self.choice = self.choose(None)
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat prompt is rendered from: what ``apply_chat_template`` gets.
+
+    Attributes:
+        messages: dicts with a role and a content; tools: their definitions, or None.
+        template_kwargs: further keywords for the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+
 @dataclass
 class RequestContext:
     """One HTTP request on a generation route.
@@ -68,7 +82,9 @@ class RequestContext:
         left_out: fields that its preset would have filled, each with the reason why it could not.
         model: the name it gives of the model, or of an adapter; "" where it gives none.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
+        conversation: what its chat prompt was rendered from.
         protected: token ranges of the prompt that a selection must keep.
+        waiting_logprobs: by place of the answer, log-probabilities of tokens whose text was not sent yet.
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
         reports: the scheduler's report by generation id.
@@ -80,7 +96,9 @@ class RequestContext:
     received_time: float
     left_out: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
+    conversation: Conversation | None = None
     protected: tuple[tuple[int, int], ...] = ()
+    waiting_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     expected: int = 0
     finished: set[str] = field(default_factory=set)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)

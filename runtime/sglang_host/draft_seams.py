@@ -188,6 +188,14 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "session.session_controller:Session._concat_token_arrays",
+        "replace",
+        "a session's next turn goes on from all that its last answer put out",
+        "last_req req session_params",
+        reads_attributes("output_ids"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.scheduler:Scheduler._relay_forward_payload",
         "read",
         "the next step starts from the result's last tokens",
@@ -231,5 +239,12 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         "replace",
         "makes the prompt of the chat, responses and messages routes",
         "request is_multimodal",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._render_and_encode_chat_template",
+        "replace",
+        "renders the conversation as it has become",
+        "messages tools template_kwargs encode_kwargs use_cache",
     ),
 )

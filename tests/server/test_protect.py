@@ -9,8 +9,8 @@ from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server import protect
 from fathom.server.checks import demo_model
-from fathom.server.context import CURRENT, RequestContext
-from fathom.server.protect import protected
+from fathom.server.context import CURRENT, Conversation, RequestContext
+from fathom.server.protect import as_sent, protected
 
 
 class Message:
@@ -45,7 +45,7 @@ def prompt_of(tokenizer, request):
 def test_the_generation_header_stays(tokenizer):
     request = request_of(("user", "The code of Lena is 1574. " * 40))
     prompt = prompt_of(tokenizer, request)
-    spans = protected(tokenizer, request, prompt)
+    spans = protected(tokenizer, as_sent(request), prompt)
     assert spans[-1][1] == len(prompt)
     assert sum(stop - start for start, stop in spans) < 20
 
@@ -53,8 +53,8 @@ def test_the_generation_header_stays(tokenizer):
 def test_a_prompt_whose_parts_cannot_be_told_stays_whole(tokenizer):
     request = request_of(("user", "a"))
     request.messages[0].fields = {"role": "nobody", "content": object()}
-    assert protected(tokenizer, request, [1, 2, 3]) == ((0, 3),)
-    assert protected(tokenizer, request, "text") == ((0, 1 << 30),)
+    assert protected(tokenizer, as_sent(request), [1, 2, 3]) == ((0, 3),)
+    assert protected(tokenizer, as_sent(request), "text") == ((0, 1 << 30),)
 
 
 def call(name):
@@ -74,7 +74,7 @@ def test_tools_stay_where_they_are_in_the_prompt(choice, offered, monkeypatch):
     monkeypatch.setattr(protect, "find_spans", find)
     request = request_of(("user", "a"), tools=[call("find"), call("read")])
     request.tool_choice, request.chat_template_kwargs = choice, {"enable_thinking": False}
-    assert protected(None, request, [5, 6, 7]) == ((1, 2),)
+    assert protected(None, as_sent(request), [5, 6, 7]) == ((1, 2),)
     ((messages, tools, prompt, options),) = seen
     assert [tool["function"]["name"] for tool in tools] == (["find", "read"] if offered else [])
     assert (messages, prompt, options) == (
@@ -100,6 +100,9 @@ def test_only_a_policy_that_judges_prompts_asks(policy, found, monkeypatch):
 
     made = SimpleNamespace(prompt_ids=[1, 2, 3, 4])
     monkeypatch.setattr(OpenAIServingChat, "_process_messages", lambda self, request, is_multimodal: made)
+    render = OpenAIServingChat._render_and_encode_chat_template
+    monkeypatch.setattr(OpenAIServingChat, "_render_and_encode_chat_template", render)  # put back at the end
+    monkeypatch.setattr(protect, "as_sent", lambda request: request)
     monkeypatch.setattr(protect, "protected", lambda tokenizer, request, ids: ((len(ids) - 1, len(ids)),))
     protect.install()
     manager = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=None))
@@ -110,3 +113,128 @@ def test_only_a_policy_that_judges_prompts_asks(policy, found, monkeypatch):
     finally:
         CURRENT.reset(token)
     assert (context and context.protected) == found
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = {"name": "weather", "arguments": '{"city": "Delhi"}'}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "one", "type": "function", "function": CALL}]}
+RESULT = {"role": "tool", "tool_call_id": "one", "content": "It is clear, and 31 degrees."}
+DOCUMENT = {"role": "user", "content": "The code of Lena is 1574. " * 60}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "The code of Lena is 1574. " * 60}] * 2}
+QUESTION = {"role": "user", "content": "And tomorrow?"}
+TEMPLATES = {
+    "demo": None,  # joins texts, and fails where there is none
+    "json": """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}
+{%- for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}""",
+    "items": """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}
+{%- for key, value in c.function.arguments | items %}{{ key + value }}{% endfor %}{% endfor %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}""",
+}
+CONVERSATIONS = {
+    "called": [DOCUMENT, CALLED, RESULT, QUESTION],
+    "null": [DOCUMENT, CALLED | {"content": None}, RESULT, QUESTION],
+    "twice": [DOCUMENT, CALLED, RESULT, DOCUMENT, CALLED | {"content": "Again."}, RESULT, QUESTION],
+    "parts": [PARTS, {"role": "assistant", "content": "Yes."}, QUESTION],
+    "named": [DOCUMENT, QUESTION],
+}
+
+
+@pytest.fixture
+def handler(tokenizer, monkeypatch):
+    """SGLang's handler of chats with what it needs to make a prompt, and our functions around its own."""
+    torchvision_ops.declare()
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+    for name in ("_process_messages", "_render_and_encode_chat_template"):
+        monkeypatch.setattr(OpenAIServingChat, name, getattr(OpenAIServingChat, name))  # put back at the end
+    protect.install()
+    chat = OpenAIServingChat.__new__(OpenAIServingChat)
+    for name in (
+        "default_chat_template_kwargs",
+        "reasoning_parser",
+        "tool_call_parser",
+        "chat_encoding_spec",
+    ):
+        setattr(chat, name, None)
+    chat.is_gpt_oss = chat.is_gemma4 = chat._tokenizer_auto_adds_specials = False
+    chat.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer, served_model_name="demo")
+    chat.template_manager = SimpleNamespace(
+        reasoning_config=None,
+        chat_template_name=None,
+        jinja_template_content_format="string",
+        jinja_template_may_reorder_tool_results=False,
+    )
+    return chat
+
+
+def kept_of(handler, template, **members):
+    """The texts of what must stay of a chat, and its prompt."""
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    tokenizer, context = (
+        handler.tokenizer_manager.tokenizer,
+        RequestContext("", Policy(prefill_keep_rate=0.5), 0.0),
+    )
+    token = CURRENT.set(context)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer, "chat_template", template or tokenizer.chat_template)
+            made = handler._process_messages(ChatCompletionRequest(model="demo", **members), False)
+    finally:
+        CURRENT.reset(token)
+    return [tokenizer.decode(made.prompt_ids[a:b]) for a, b in context.protected], made.prompt_ids
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_an_agents_documents_may_be_thinned_out(handler, messages, template):
+    """Its tool calls are rendered with arguments and contents that are not those it sent."""
+    texts, _ = kept_of(handler, template, messages=messages)
+    assert "1574" not in "".join(texts)
+    assert sum("31 degrees" in text for text in texts) == messages.count(RESULT)
+    assert texts[-1].endswith("<|assistant|>")
+
+
+def test_an_agents_tools_stay(handler):
+    """Of several, SGLang writes the one that has to be called."""
+    tools = [WEATHER, WEATHER | {"function": WEATHER["function"] | {"name": "time"}}]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    for given, names in (("auto", ("weather", "time")), (choice, ("weather",)), ("none", ())):
+        texts, _ = kept_of(
+            handler, TEMPLATES["json"], messages=CONVERSATIONS["called"], tools=tools, tool_choice=given
+        )
+        assert [name for name in ("weather", "time") if f'"name": "{name}"' in "".join(texts)] == list(names)
+        assert "1574" not in "".join(texts)
+
+
+def test_the_header_before_an_answer_that_goes_on_stays(handler):
+    begun = {"role": "assistant", "content": "The code of Lena is 1574. " * 60}
+    texts, prompt = kept_of(handler, None, messages=[QUESTION, begun], continue_final_message=True)
+    assert texts[-1].endswith("<|assistant|>") and "1574" not in "".join(texts)
+    assert handler.tokenizer_manager.tokenizer.decode(prompt).endswith(begun["content"])
+
+
+def test_a_prompt_of_token_ids_is_compared_with_its_messages(handler):
+    """Nothing is rendered for it."""
+    texts, prompt = kept_of(handler, None, messages=[QUESTION, CALLED, QUESTION], input_ids=[5, 6, 7])
+    assert prompt == [5, 6, 7] and len(texts) == 1
+
+
+def test_a_conversation_is_looked_for_as_it_was_rendered(handler):
+    context = RequestContext("", Policy(), 0.0)
+    token = CURRENT.set(context)
+    try:
+        options = {"template_kwargs": {}, "encode_kwargs": {}, "use_cache": False}
+        handler._render_and_encode_chat_template([QUESTION], tools=None, **options)
+    finally:
+        CURRENT.reset(token)
+    assert context.conversation == Conversation([QUESTION], None, {})
