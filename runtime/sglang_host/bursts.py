@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.session.session_controller import Session
 
 from fathom.runtime.sglang_host.rows import Run
 from fathom.runtime.staging import send
@@ -68,6 +69,18 @@ def update_finish_state(self: Req, new_accepted_len: int = 1) -> None:
         self.output_ids.append(later.pop(0))
         _update_finish_state(self)
     self.output_ids.extend(later)
+
+
+_concat_token_arrays = Session._concat_token_arrays
+
+
+def concat_token_arrays(last_req: Req, req: Any, session_params: Any) -> Any:
+    """SGLang's prompt of a session's next turn, with the answer before it as its client has it.
+
+    What a burst put out behind the end is no part of it.
+    """
+    last_req.output_ids = last_req.output_ids_through_stop
+    return _concat_token_arrays(last_req, req, session_params)
 
 
 class BurstResultProcessor(SchedulerBatchResultProcessor):
@@ -144,6 +157,7 @@ def append_logprobs(request: Req, run: Run, count: int) -> None:
 def install(stock: SchedulerBatchResultProcessor) -> BurstResultProcessor:
     """SGLang's processor with its parts, as ours."""
     Req.update_finish_state = update_finish_state
+    Session._concat_token_arrays = staticmethod(concat_token_arrays)
     return BurstResultProcessor(
         **{item.name: getattr(stock, item.name) for item in dataclasses.fields(stock)}
     )

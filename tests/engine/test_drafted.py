@@ -270,6 +270,28 @@ def test_the_first_of_several_strings_ends_the_answer(servers, policy):
     assert inside > 2
 
 
+def test_a_sessions_next_turn_goes_on_from_what_its_client_has(servers):
+    """Not from what a burst had put out behind the end of the answer."""
+    server, prompt, more = servers("whole"), make_prompt(8, 350), make_prompt(15, 20)
+    said = ask(server, [prompt], {}, 12)[0]["output_ids"]
+    for stop in range(2, 10):
+        if said[stop] in said[:stop]:
+            continue
+        session = server.client.post("/open_session", json={"capacity_of_str_len": 100_000}).json()
+        ends = {"stop_token_ids": [said[stop]], "ignore_eos": False}
+        body = greedy.body_of(prompt, DRAFT, 12, **ends) | {"session_params": {"id": session}}
+        first = server.client.post("/generate", json=body).json()
+        assert first["output_ids"] == said[: stop + 1]
+        params = {"id": session, "rid": first["meta_info"]["id"]}
+        body = greedy.body_of(more, DRAFT, 4) | {"session_params": params}
+        second = server.client.post("/generate", json=body).json()
+        assert second["meta_info"]["prompt_tokens"] == len(prompt) + stop + 1 + len(more)
+        assert (
+            second["output_ids"] == ask(server, [prompt + said[: stop + 1] + more], DRAFT, 4)[0]["output_ids"]
+        )
+        server.client.post("/close_session", json={"session_id": session})
+
+
 def test_a_stream_is_the_answer_in_order(servers):
     server, prompt = servers("whole"), make_prompt(9, 90)
     want = ask(server, [prompt], {}, 20)[0]["output_ids"]
