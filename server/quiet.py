@@ -4,6 +4,8 @@ import logging
 import os
 import warnings
 
+from starlette.exceptions import HTTPException
+
 LOGGERS = (
     "sglang.srt.arg_groups.attention_hook",  # CUDA graphs are off on a CPU
     "sglang.kernels.jit.utils.arch",  # no CUDA
@@ -27,9 +29,9 @@ def hush_loggers() -> None:
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """Log filter: what a client did wrong is told on one line, without the places where SGLang noticed."""
+    """Log filter: what a client did wrong, or the engine refused, is told on one line, without SGLang's places."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError | HTTPException):
         record.msg, record.args = f"{record.getMessage()} ({' '.join(str(error).split())})", None
         record.exc_info = None
     return True

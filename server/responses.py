@@ -1,21 +1,39 @@
-"""``/v1/responses``: the client's limit of output tokens is what it gets.
+"""``/v1/responses``: limits of output tokens, and the status of what the engine refuses.
 
-SGLang keeps two tokens of it back, as it does of what is left of the context when the client names no limit.
+SGLang keeps two tokens of the client's limit back, as it does of what is left of the context when the client names
+none. It takes 512 for what is left where it is less, and refuses the request for that. A full queue is status 400.
 """
 
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
+LEAST_ROOM = 512
+"""Tokens that SGLang gives an answer without a limit, where the context may have fewer left."""
+
 
 def install() -> None:
-    """Put our function around SGLang's."""
+    """Put our functions around SGLang's."""
     from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    from sglang.srt.runtime_context import get_serving
 
     to_sampling_params = ResponsesRequest.to_sampling_params
+    answer_whole = OpenAIServingResponses.responses_full_generator
 
     def with_limit(self: Any, default_max_tokens: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         params = to_sampling_params(self, default_max_tokens, *args, **kwargs)
         if self.max_output_tokens is not None:
             params["max_new_tokens"] = min(self.max_output_tokens, default_max_tokens)
+        elif default_max_tokens <= LEAST_ROOM and not get_serving().allow_auto_truncate:
+            params["max_new_tokens"] = None  # what is left, as on the chat route
         return params
 
+    async def with_status(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await answer_whole(self, *args, **kwargs)
+        except HTTPException as error:
+            return self.create_error_response(str(error.detail), status_code=error.status_code)
+
     ResponsesRequest.to_sampling_params = with_limit
+    OpenAIServingResponses.responses_full_generator = with_status

@@ -98,6 +98,21 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.openai.serving_responses:OpenAIServingResponses.responses_full_generator",
+        "replace",
+        "what the engine refuses keeps its status",
+        "request sampling_params result_generator context model_name tokenizer request_metadata created_time "
+        "require_reasoning output_items",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.anthropic.serving:AnthropicServing._error_response",
+        "replace",
+        "answers while the exception that it is about is handled",
+        "status_code error_type message exception_name",
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.http_server:lifespan",
         "replace",
         "serves these routes with what the module calls `OllamaServing` and `OpenAIServingDetokenize`, ours",

@@ -46,6 +46,25 @@ def test_a_response_needs_no_model(server):
         assert reply.status_code == 200 and reply.json()["usage"]["output_tokens"] == 2
 
 
+@pytest.mark.parametrize("left", [500, 200, 20])
+def test_a_response_without_a_limit_gets_what_the_context_has_left(server, left):
+    """As a chat does: a conversation that has become long goes on to its end."""
+    client, model = server.client, server.client.get("/v1/models").json()["data"][0]
+    user = {"role": "user", "content": "box " * (model["max_model_len"] - left)}
+    prompt = client.post("/v1/messages/count_tokens", json={"model": "any", "messages": [user]}).json()
+    assert model["max_model_len"] - left <= prompt["input_tokens"] < model["max_model_len"]
+    replies = {
+        route: client.post(route, json={"model": model["id"], "temperature": 0, **body})
+        for route, body in (
+            ("/v1/responses", {"input": [user]}),
+            ("/v1/chat/completions", {"messages": [user]}),
+        )
+    }
+    assert {reply.status_code for reply in replies.values()} == {200}, replies["/v1/responses"].text
+    told, chat = (reply.json() for reply in replies.values())
+    assert told["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize(("route", "body"), REFUSED.values(), ids=REFUSED)
 def test_what_the_engine_refuses_has_no_log_probabilities(server, route, body):
     refused = server.client.post(route, json=body)
