@@ -112,7 +112,7 @@ def launch(
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking
-    from fathom.server import children, detokenize, ending, keys, labels, messages, ollama, responses
+    from fathom.server import children, chunks, detokenize, ending, keys, labels, messages, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -151,6 +151,7 @@ def launch(
     labels.install()
     responses.install()
     messages.install()
+    chunks.install()
     ollama.install()
     detokenize.install()
     forking.install()

@@ -106,6 +106,36 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.function_call_parser:FunctionCallParser.parse_stream_chunk",
+        "replace",
+        "takes one step of a tool call, of a text or of none",
+        "chunk_text",
+        reads_attributes("parse_streaming_increment"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.json_array_parser:JsonArrayParser.parse_streaming_increment",
+        "replace",
+        "the same where a grammar makes the call",
+        "new_text tools",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._process_logprobs_tokens",
+        "replace",
+        "gives each token of a stream's event its own alternatives",
+        "logprobs use_token_index",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._generate_stream_content",
+        "replace",
+        "sends log-probabilities with the text of their tokens",
+        "content index request stream_offsets reasoning_parser_dict parser_dict has_tool_calls choice_logprobs "
+        "finish_reason_type continuous_usage_stats prompt_tokens reasoning_tokens completion_tokens",
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.anthropic.serving:AnthropicServing._error_response",
         "replace",
         "answers while the exception that it is about is handled",

@@ -8,12 +8,21 @@ from random import Random
 import pytest
 from greedy import body_of
 from noisy import draft_flags
+from streams import choices_of, logprobs_of
 from waiting import wait_until
 
 POOL, CONTEXT, LONGEST_ANSWER, INTERVAL = 600, 1600, 150, 8
 FLAGS = ("--dtype", "float32", "--max-total-tokens", str(POOL), "--allow-auto-truncate")
 FLAGS += ("--context-length", str(CONTEXT))
 FLAGS += ("--max-queued-requests", "1", "--stream-interval", str(INTERVAL))
+CHAT = "/v1/chat/completions"
+ROUTES = {
+    CHAT: {"model": "any", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
+    "/v1/completions": {"model": "any", "prompt": "Where?", "max_tokens": 4},
+    "/v1/responses": {"input": "Where?", "max_output_tokens": 4},
+    "/v1/messages": {"model": "any", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
+    "/generate": {"text": "Where?", "sampling_params": {"max_new_tokens": 4}},
+}
 POLICIES = (
     {},
     {"prefill_keep_rate": 0.5, "min_prompt_tokens": 0},
@@ -87,7 +96,7 @@ def test_what_an_answer_has_at_least_may_be_more_than_fits_at_all_depths(server)
 
 
 def test_a_full_queue_refuses_nobody_who_was_let_in(server):
-    """Four come back at once into a queue of one; of those that come new at once it refuses some."""
+    """Four come back at once into a queue of one."""
     server.flush()
     policies = ({}, {"kv_retention_rate": 0.5}, {"depth_cutoff": 2}, {"decode": "slow_fast"})
 
@@ -104,16 +113,32 @@ def test_a_full_queue_refuses_nobody_who_was_let_in(server):
         slow_down(server, None)
         assert server.client.post("/continue_generation", json={}).status_code == 200
         answers = [each.result() for each in running]
-    slow_down(server, 0.25)  # longer than they need to come
-    with ThreadPoolExecutor(12) as pool:
-        bodies = [body_of(prompt_of(9, number), {"depth_cutoff": 2}, 4) for number in range(12)]
-        late = list(pool.map(lambda body: server.client.post("/generate", json=body), bodies))
-    slow_down(server, None)
-    assert {reply.status_code for reply in late} == {200, 503}
-    assert all("queue is full" in reply.text for reply in late if reply.status_code == 503)
     assert [answer["finish_reason"]["type"] for answer in answers] == ["length"] * 4
     assert all(answer["num_retractions"] == 1 for answer in answers)
     wait_until(lambda: server.engine()["open_accounts"] == 0)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_full_queue_is_told_on_every_route(server, route):
+    """Clients try again after status 503, and not after 400."""
+    slow_down(server, 0.25)  # longer than they need to come
+    with ThreadPoolExecutor(12) as pool:
+        late = list(pool.map(lambda _: server.client.post(route, json=ROUTES[route]), range(12)))
+    slow_down(server, None)
+    assert {reply.status_code for reply in late} == {200, 503}
+    for reply in late:
+        if reply.status_code == 503:
+            assert "queue is full" in reply.text and reply.headers["retry-after"]
+    assert "Traceback" not in server.log.read_text()
+    wait_until(lambda: server.engine()["open_accounts"] == 0)
+
+
+def test_each_token_of_an_event_has_its_own_alternatives(server):
+    body = ROUTES[CHAT] | {"max_tokens": 40, "ignore_eos": True, "logprobs": True, "top_logprobs": 3}
+    body["temperature"] = 0
+    whole, pieces = (choices_of(server, CHAT, body | {"stream": stream}) for stream in (False, True))
+    assert len(pieces) > 3 and logprobs_of(pieces) == logprobs_of(whole)
+    assert max(len(piece["logprobs"]["content"]) for piece in pieces if piece["logprobs"]) > 1
 
 
 def test_a_stream_never_waits_for_more_than_its_interval(server):
