@@ -18,6 +18,7 @@ _LAST_EVENTS = {
     RESPONSES: re.compile(rb"\A\s*event: ?response\.(completed|incomplete|failed)\b"),
 }
 _ERROR = re.compile(rb'\A\s*(event: ?error\r?\n)?data: ?\{("type": ?"error", ?)?"error"')
+_FAILED = re.compile(rb"\A\s*event: ?response\.failed\b")
 _DONE = re.compile(rb"\A\s*data: ?\[DONE\]")
 
 
@@ -88,6 +89,8 @@ class EventEcho:
     def _event(self, event: bytes) -> bytes:
         if _ERROR.match(event):
             return self._error(event)
+        if _FAILED.match(event):
+            event = self._error(event)
         if self.done:
             return event
         if _DONE.match(event):
@@ -103,7 +106,7 @@ class EventEcho:
     def _error(self, event: bytes) -> bytes:
         head, mark, payload = event.partition(b"data:")
         content = orjson.loads(payload)
-        error = content["error"]
+        error = content["response"].get("error") if _FAILED.match(event) else content["error"]
         if isinstance(error, dict) and isinstance(error.get("message"), str):
             error["message"] = in_names_of(self._context.route, clean(error["message"]))
         return head + mark + b" " + orjson.dumps(content) + b"\n\n"

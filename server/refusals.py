@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from fathom.server.routes import COMPLETIONS, GENERATE, RESPONSES
+from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
 
 INTERNAL_FIELDS = (
     *(
@@ -49,6 +49,8 @@ def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
     if path == RESPONSES:
         _refuse_response(content)
     _refuse_count(content)
+    if path == CHAT:
+        _refuse_limit(content, "max_completion_tokens")
     if path == COMPLETIONS:
         _refuse_without_effect(content, middles)
 
@@ -83,11 +85,14 @@ def _refuse_response(content: dict[str, Any]) -> None:
     """Refuse a response to nothing, or without room for a token."""
     if content.get("input") == []:
         raise RequestError(400, "input must not be empty", "input")
-    limit = content.get("max_output_tokens")
+    _refuse_limit(content, "max_output_tokens")
+
+
+def _refuse_limit(content: dict[str, Any], name: str) -> None:
+    """Refuse an answer without room for a token; SGLang takes a chat's 0 for no limit at all."""
+    limit = content.get(name)
     if type(limit) is int and limit < 1:
-        raise RequestError(
-            400, f"max_output_tokens must be an integer >= 1, got {limit}", "max_output_tokens"
-        )
+        raise RequestError(400, f"{name} must be an integer >= 1, got {limit}", name)
 
 
 def _refuse_without_effect(content: dict[str, Any], middles: bool) -> None:
