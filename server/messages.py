@@ -1,19 +1,31 @@
-"""``/v1/messages``: what the client did wrong is status 400, and a full queue 503.
+"""``/v1/messages``: what the client did wrong is status 400, a full queue 503, and every stream tells its prompt.
 
-SGLang answers both with status 500 where they are noticed after the request was read.
+SGLang answers the former two with status 500 where they are noticed after the request was read. How long the prompt
+is, it tells with the first text of a stream, and says 0 where there is none.
 """
 
+import re
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 from starlette.exceptions import HTTPException
+
+from fathom.server.context import CURRENT
+from fathom.server.routes import MESSAGES
+
+_END = re.compile(r'"finish_reason": ?"')
+_DATA = "data: "
 
 
 def install() -> None:
-    """Put our function around SGLang's."""
+    """Put our functions around SGLang's."""
     from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP, AnthropicServing
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
     error_response = AnthropicServing._error_response
+    stream_of = OpenAIServingChat._generate_chat_stream
 
     def with_cause(self: Any, status_code: int, error_type: str, message: str, **known: Any) -> Any:
         error = sys.exc_info()[1]
@@ -28,4 +40,33 @@ def install() -> None:
         kind = ERROR_TYPE_MAP.get(status_code, "api_error")
         return error_response(self, status_code=status_code, error_type=kind, message=message)
 
+    async def stream(self: Any, *request: Any) -> AsyncIterator[str]:
+        events = stream_of(self, *request)
+        context = CURRENT.get()
+        if context is not None and context.route == MESSAGES:
+            events = with_usage_at_the_end(events)
+        async for event in events:
+            yield event
+
     AnthropicServing._error_response = with_cause
+    OpenAIServingChat._generate_chat_stream = stream
+
+
+async def with_usage_at_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A chat's stream whose event with the reason of the end has the usage too, which follows it."""
+    end = ""
+    async for event in events:
+        if end:
+            told = orjson.loads(event[len(_DATA) :]) if event.startswith(_DATA + "{") else {}
+            if usage := told.get("usage"):
+                end = (
+                    _DATA + orjson.dumps(orjson.loads(end[len(_DATA) :]) | {"usage": usage}).decode() + "\n\n"
+                )
+            yield end
+            end = ""
+        if _END.search(event):
+            end = event
+        else:
+            yield event
+    if end:
+        yield end

@@ -136,6 +136,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._generate_chat_stream",
+        "replace",
+        "ends with the reason and then the usage; the messages route begins with the first usage that it sees",
+        "adapted_request request raw_request",
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.anthropic.serving:AnthropicServing._error_response",
         "replace",
         "answers while the exception that it is about is handled",

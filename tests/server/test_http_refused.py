@@ -3,6 +3,8 @@
 Each of them once ended the server for everybody.
 """
 
+import json
+
 import pytest
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
@@ -44,6 +46,20 @@ def test_a_response_needs_no_model(server):
     for fathom in ({}, {"fathom": {"preset": "exact"}}):
         reply = server.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2} | fathom)
         assert reply.status_code == 200 and reply.json()["usage"]["output_tokens"] == 2
+
+
+def test_a_streamed_message_without_a_text_tells_how_long_its_prompt_is(server):
+    turns = [{"role": "user", "content": "Where is the red box?"}]
+    body = {"model": "any", "messages": turns, "max_tokens": 6, "temperature": 0}
+    said = server.client.post("/v1/messages", json=body).json()["content"][0]["text"]
+    body["stop_sequences"] = [said[0]]
+    whole = server.client.post("/v1/messages", json=body).json()
+    assert (whole["content"], whole["stop_sequence"]) == ([{"type": "text", "text": ""}], said[0])
+    lines = server.client.post("/v1/messages", json=body | {"stream": True}).text.splitlines()
+    begin, end, _ = (json.loads(line[6:]) for line in lines if line.startswith("data: "))
+    assert begin["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"] > 0
+    assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": said[0]}
 
 
 @pytest.mark.parametrize("left", [500, 200, 20])

@@ -17,8 +17,10 @@ def answer(monkeypatch):
     torchvision_ops.declare()
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-    monkeypatch.setattr(AnthropicServing, "_error_response", AnthropicServing._error_response)
+    for kind, name in ((AnthropicServing, "_error_response"), (OpenAIServingChat, "_generate_chat_stream")):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # put back at the end
     messages.install()
 
     def answered(error, stream):
