@@ -229,9 +229,8 @@ def test_no_generation_or_too_many_are_refused(path, body, client):
 def test_an_answer_without_room_for_a_token_is_refused(path, name, limit, client):
     """SGLang would take a chat's 0 for no limit."""
     reply = client((0, b"{}")).call(path, {name: limit})
-    assert reply.status == 400
     error = reply.json.get("error", reply.json)
-    assert error["param"] == name
+    assert (reply.status, error["param"]) == (400, name)
     assert error["message"] == f"{name} must be an integer >= 1, got {limit}"
 
 
@@ -421,20 +420,6 @@ def test_responses(terminal, client, finished, fathom_object):
     caller.inner.script = (0, b'{"id":"resp_7"}')
     assert caller.call(RESPONSES + "/resp_7", b"", method="GET").json["fathom"] == fathom_object()
     assert "fathom" not in caller.call(RESPONSES + "/resp_8", b"", method="GET").json
-
-
-@pytest.mark.parametrize("reported", [True, False])
-def test_a_response_that_failed_shows_no_source(reported, client, finished):
-    async def script():
-        expect(1)
-        if reported:
-            finished()
-        error = {"code": "server_error", "message": "no: [20:14:18] /project/cpp/grammar.cc:2999: bad type\n"}
-        yield named("response.failed", response={"id": "resp_7", "error": error})
-
-    (event,) = client(script).call(RESPONSES, {}).events
-    assert event["response"]["error"] == {"code": "server_error", "message": "no: bad type"}
-    assert ("fathom" in event) == reported
 
 
 def test_a_background_response_tells_when_it_is_retrieved(client, fathom_object):
