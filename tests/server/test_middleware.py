@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from envelopes import message_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,45 +70,6 @@ def test_what_is_no_json_object_is_a_400(path, raw, client):
     assert "the request body" in message_of(path, reply.json)
 
 
-def message_of(path, body):
-    """The message, after checking the envelope that the route's clients parse."""
-    if path.startswith(MESSAGES):
-        assert body["type"] == "error" and body["error"]["type"] in (
-            "invalid_request_error",
-            "request_too_large",
-        )
-        return body["error"]["message"]
-    if path.startswith(RESPONSES) or path == GENERATE:
-        assert body["error"]["type"] == "invalid_request_error" and body["error"]["code"] >= 400
-        return body["error"]["message"]
-    assert body["object"] == "error" and body["code"] >= 400 and body["type"].endswith("Error")
-    return body["message"]
-
-
-@pytest.mark.parametrize(
-    ("field", "body"),
-    [
-        ("best_of", {"best_of": 2}),
-        ("best_of", {"best_of": 3, "n": 2}),
-        ("suffix", {"suffix": "b"}),
-    ],
-)
-def test_what_a_completion_would_not_do_is_refused(client, field, body):
-    caller = client((1, b"{}"))
-    reply = caller.call(COMPLETIONS, {"prompt": "a", **body})
-    assert reply.status == 400 and message_of(COMPLETIONS, reply.json).startswith(field)
-    assert not caller.inner.bodies
-
-
-def test_what_a_completion_does_is_passed_on(client):
-    asked = [{"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None, "suffix": ""}]
-    caller = client((1, b"{}"))
-    for body in asked:
-        assert caller.call(COMPLETIONS, {"prompt": "a", **body}).status == 200
-    caller = client((1, b"{}"), Face(completes_middles=True))
-    assert caller.call(COMPLETIONS, {"prompt": "a", "suffix": "b"}).status == 200
-
-
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 @pytest.mark.parametrize(
     ("policy", "message"),
@@ -126,20 +88,6 @@ def test_an_illegal_policy_is_a_400_in_the_routes_format(path, policy, message, 
     assert reply.status == 400
     assert message_of(path, reply.json) == message
     assert not caller.inner.bodies
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"custom_params": {"fathom": {}}},
-        {"sampling_params": {"custom_params": {"fathom": {}}}},
-        {"sampling_params": [{}, {"custom_params": {"fathom": {}}}]},
-    ],
-)
-def test_the_private_field_is_reserved(body, client):
-    reply = client((1, b"{}")).call(GENERATE, body)
-    assert reply.status == 400
-    assert "custom_params.fathom is reserved" in message_of(GENERATE, reply.json)
 
 
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
@@ -211,47 +159,6 @@ def test_an_internal_error_tells_nothing(path, client):
     reply = client((0, b'{"message":"no attribute foo"}'), status=500).call(path, {})
     assert reply.status == 500
     assert b"foo" not in reply.body and b"internal error" in reply.body
-
-
-@pytest.mark.parametrize("path", GENERATION_ROUTES)
-@pytest.mark.parametrize(
-    "body",
-    [{"n": 0}, {"sampling_params": {"n": -1}}, {"n": 129}, {"n": 2**63}, {"sampling_params": {"n": [3]}}],
-)
-def test_no_generation_or_too_many_are_refused(path, body, client):
-    reply = client((0, b"{}")).call(path, body)
-    assert reply.status == 400
-    assert "n must be an integer in [1, 128], got " in message_of(path, reply.json)
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-@pytest.mark.parametrize("path, name", [(RESPONSES, "max_output_tokens"), (CHAT, "max_completion_tokens")])
-def test_an_answer_without_room_for_a_token_is_refused(path, name, limit, client):
-    """SGLang would take a chat's 0 for no limit."""
-    reply = client((0, b"{}")).call(path, {name: limit})
-    error = reply.json.get("error", reply.json)
-    assert (reply.status, error["param"]) == (400, name)
-    assert error["message"] == f"{name} must be an integer >= 1, got {limit}"
-
-
-def test_an_empty_conversation_is_refused(client):
-    reply = client((0, b"{}")).call("/v1/responses", {"input": []})
-    assert (reply.status, reply.json["error"]["param"]) == (400, "input")
-
-
-@pytest.mark.parametrize(
-    ("body", "name"),
-    [
-        ({"http_worker_ipc": "ipc:///tmp/x"}, "http_worker_ipc"),
-        ({"received_time": 1.0}, "received_time"),
-        ({"sampling_params": {"is_normalized": True}}, "sampling_params.is_normalized"),
-        ({"sampling_params": [{}, {"stop_strs": ["a"]}]}, "sampling_params.stop_strs"),
-    ],
-)
-def test_fields_between_sglangs_processes_are_not_for_clients(body, name, client):
-    reply = client((0, b"{}")).call("/generate", body)
-    assert (reply.status, reply.json["error"]["param"]) == (400, name)
-    assert client((1, b"{}")).call("/generate", {"http_worker_ipc": None}).status == 200
 
 
 def test_an_error_inside_a_stream_shows_no_source(client):
