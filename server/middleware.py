@@ -18,6 +18,7 @@ from fathom.server.refusals import RequestError, refuse_illegal
 from fathom.server.routes import (
     GENERATES,
     GENERATION_ROUTES,
+    OTHER,
     RESPONSES,
     WEIGHT_ROUTES,
     error_body,
@@ -95,6 +96,7 @@ class PolicyMiddleware:
 
     async def _generate_by_default(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """One of the routes that know no policy: nobody's wish for one is passed over in silence."""
+        received_time = time.perf_counter()
         try:
             body = await read_body(receive)
             refuse_policy(body)
@@ -103,7 +105,11 @@ class PolicyMiddleware:
         except RequestError as error:
             await send_error(path, error, send)
             return
-        await self._app(scope, replay(body, receive), send)
+        token = CURRENT.set(RequestContext(OTHER, self._face.default, received_time))
+        try:
+            await self._app(scope, replay(body, receive), send)
+        finally:
+            CURRENT.reset(token)
 
     def _remember(self, response_id: str, context: RequestContext) -> None:
         self._responses[response_id] = context

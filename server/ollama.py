@@ -18,7 +18,9 @@ from sglang.srt.entrypoints.ollama.protocol import (
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from fathom.server.context import CURRENT, Conversation
 from fathom.server.errors import clean, in_names_of
+from fathom.server.protect import protected
 from fathom.server.routes import OLLAMA
 
 
@@ -54,15 +56,17 @@ class FathomOllamaServing(OllamaServing):
     async def handle_chat(self, request: Any, raw_request: Any) -> Any:
         if not request.messages:  # asks only that the model be loaded
             return OllamaChatResponse(**self._head(), **said(""), done_reason="load")
+        tokenizer = self.tokenizer_manager.tokenizer
+        messages = [{"role": message.role, "content": message.content} for message in request.messages]
         try:
-            prompt = self.tokenizer_manager.tokenizer.apply_chat_template(
-                [{"role": message.role, "content": message.content} for message in request.messages],
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=False,
+            prompt = tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False
             )
         except jinja2.TemplateError as error:
             return _refusal(ValueError(f"the chat template does not take these messages: {error}"))
+        context = CURRENT.get()
+        if context is not None and context.policy.prefill_keep_rate != 1:
+            context.protected = protected(tokenizer, Conversation(messages), prompt)
         sampling = self._convert_options_to_sampling_params(request.options)
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=request.stream)
         answer = self._stream_chat_response if request.stream else self._generate_chat_response

@@ -1,7 +1,9 @@
 """Routes that generate under the server's default policy: a wish for another is refused, all else is handed on."""
 
 import pytest
+from noisy import draft_flags, noisy_copy
 
+from fathom.runtime.config import Policy
 from fathom.server.routes import GENERATES, GENERATION_ROUTES, OLLAMA
 
 BY_DEFAULT = [*(set(GENERATES) - set(GENERATION_ROUTES)), "/api/chat/"]
@@ -17,4 +19,31 @@ def test_a_policy_is_refused_where_none_can_be_asked_for(path, client):
     for raw in (b'{ "model" : "m",\n "fathom": null}', b"[1]", b'{"bad', b"\xff", b""):
         caller = client((0, b"{}"))
         assert caller.call(path, raw, parts=[raw[:3], raw[3:]]).status == 200
-        assert caller.inner.bodies == [raw] and caller.inner.policies == [None]
+        assert caller.inner.bodies == [raw] and caller.inner.policies == [Policy()]
+
+
+def test_system_text_stays_under_the_default_policy(start_server, tiny_model, tmp_path):
+    """On each route of chats: as much of the same prompt is kept as on the one that carries policies."""
+    draft = noisy_copy(tiny_model, tmp_path, 0.0008)
+    default = ("--prefill-keep-rate", "0.2", "--min-prompt-tokens", "64", *draft_flags(draft))
+    server = start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "8000", *default)
+    rules, document = ("\n".join(f"{word} {i} is kept." for i in range(40)) for word in ("Rule", "Page"))
+    messages = [{"role": "system", "content": rules}, {"role": "user", "content": document}]
+    limits = {
+        "options": {"temperature": 0, "num_predict": 2},
+        "temperature": 0,
+        "max_tokens": 2,
+        "stream": False,
+    }
+
+    def kept(path):
+        server.flush()
+        before = sum(server.series("fathom:request_kept_tokens_total").values())
+        reply = server.client.post(path, json={"model": str(tiny_model), "messages": messages, **limits})
+        assert reply.status_code == 200, reply.text
+        return sum(server.series("fathom:request_kept_tokens_total").values()) - before, reply.json()
+
+    tokens, reply = kept("/v1/chat/completions")
+    prompt = reply["usage"]["prompt_tokens"]
+    assert 0.4 * prompt < tokens < 0.6 * prompt  # the system text is more than SpecPrefill's share
+    assert kept("/api/chat")[0] == kept("/invocations")[0] == tokens
