@@ -26,6 +26,7 @@ def install() -> None:
 
     error_response = AnthropicServing._error_response
     stream_of = OpenAIServingChat._generate_chat_stream
+    count_tokens = AnthropicServing.handle_count_tokens
 
     def with_cause(self: Any, status_code: int, error_type: str, message: str, **known: Any) -> Any:
         error = sys.exc_info()[1]
@@ -48,7 +49,13 @@ def install() -> None:
         async for event in events:
             yield event
 
+    async def counted(self: Any, request: Any, raw_request: Any) -> Any:
+        if not request.messages:  # templates look at the last one
+            return self._error_response(400, "invalid_request_error", "messages must not be empty")
+        return await count_tokens(self, request, raw_request)
+
     AnthropicServing._error_response = with_cause
+    AnthropicServing.handle_count_tokens = counted
     OpenAIServingChat._generate_chat_stream = stream
 
 

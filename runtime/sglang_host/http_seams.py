@@ -143,6 +143,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.anthropic.serving:AnthropicServing.handle_count_tokens",
+        "replace",
+        "a conversation of no messages is the client's mistake",
+        "request raw_request",
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.anthropic.serving:AnthropicServing._error_response",
         "replace",
         "answers while the exception that it is about is handled",

@@ -62,6 +62,12 @@ def test_a_streamed_message_without_a_text_tells_how_long_its_prompt_is(server):
     assert end["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": said[0]}
 
 
+def test_tokens_of_no_messages_are_not_counted(server):
+    reply = server.client.post("/v1/messages/count_tokens", json={"model": "any", "messages": []})
+    assert reply.status_code == 400
+    assert reply.json()["error"] == {"type": "invalid_request_error", "message": "messages must not be empty"}
+
+
 @pytest.mark.parametrize("left", [500, 200, 20])
 def test_a_response_without_a_limit_gets_what_the_context_has_left(server, left):
     """As a chat does: a conversation that has become long goes on to its end."""

@@ -19,7 +19,11 @@ def answer(monkeypatch):
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-    for kind, name in ((AnthropicServing, "_error_response"), (OpenAIServingChat, "_generate_chat_stream")):
+    replaced = (
+        *((AnthropicServing, name) for name in ("_error_response", "handle_count_tokens")),
+        (OpenAIServingChat, "_generate_chat_stream"),
+    )
+    for kind, name in replaced:
         monkeypatch.setattr(kind, name, getattr(kind, name))  # put back at the end
     messages.install()
 
