@@ -1,10 +1,100 @@
-"""What the JSON object of a generation request may not ask for."""
+"""What cannot be had is status 400 on every generation route, streaming or not, single or batched: the field, the
+value and what is legal, in the route's own format, before anything reaches the engine."""
+
+import json
 
 import pytest
 from envelopes import message_of
 
+from fathom.runtime.config import Limits, Policy, without_draft
 from fathom.server.context import Face
-from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, RESPONSES
+from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
+from fathom.server.tokenizer_manager import refuse_prompt_outputs
+
+LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
+ILLEGAL = [
+    ({"depth_cutoff": 6}, "depth_cutoff", "must be a multiple of 4 layers, got 6; nearest: 4, 8"),
+    ({"depth_cutoff": 17}, "depth_cutoff", 'must be a multiple of 4 in [4, 16] or "full", got 17'),
+    ({"depth_cutoff": 12.0}, "depth_cutoff", 'must be a multiple of 4 in [4, 16] or "full", got 12.0'),
+    ({"tsp_rate": 0.2, "depth_cutoff": 8}, "tsp_rate", "legal: 1.0, or a depth_cutoff above 8; got 0.2"),
+    ({"tsp_rate": 0.2, "depth_cutoff": 4}, "tsp_rate", "legal: 1.0, or a depth_cutoff above 8; got 0.2"),
+    ({"tsp_rate": 0}, "tsp_rate", "must be in (0, 1], got 0"),
+    ({"kv_retention_rate": 1.01}, "kv_retention_rate", "must be in (0, 1], got 1.01"),
+    ({"prefill_keep_rate": 0.5}, "prefill_keep_rate", "start with --draft-model-path); legal: 1.0, got 0.5"),
+    ({"speculative": True}, "speculative", "start with --draft-model-path); legal: false, got true"),
+    ({"decode": "slow_fast"}, "decode", '(no tokenizer is loaded); legal: "full", got "slow_fast"'),
+    ({"preset": "fast"}, "preset", 'must be one of "exact", "balanced", "turbo", got "fast"'),
+    ({"preset": "turbo", "depth_cutoff": 5}, "depth_cutoff", "got 5; nearest: 4, 8"),
+    ({"preset": "balanced", "speculative": True}, "speculative", "legal: false, got true"),
+    ({"sfi_budget": 501}, "sfi_budget", 'must be an integer in [1, 500] or "server", got 501'),
+    ({"cutoff": 8}, "cutoff", "is not a policy field; legal fields: preset, prefill_keep_rate"),
+    ([], "", "must be an object, got []"),
+]
+FORMS = {
+    "plain": {},
+    "stream": {"stream": True},
+    "batch": {"prompt": ["a", "b"], "text": ["a", "b"], "input": ["a", "b"], "n": 2},
+    "stream of a batch": {"stream": True, "prompt": ["a", "b"], "text": ["a", "b"], "n": 2},
+}
+
+
+@pytest.mark.parametrize("route", GENERATION_ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("policy", "field", "message"), ILLEGAL, ids=[json.dumps(i[0]) for i in ILLEGAL])
+def test_every_route_and_form_refuses_alike(client, route, form, policy, field, message):
+    caller = client((1, b"{}"), Face(limits=LIMITS))
+    reply = caller.call(route, {"model": "m", **FORMS[form], "fathom": policy})
+    assert reply.status == 400 and not caller.inner.bodies
+    error = reply.json.get("error", reply.json)
+    assert message in error["message"] and error["message"].startswith(
+        f"fathom.{field}" if field else "fathom "
+    )
+    assert error["type"] in ("BadRequestError", "BadRequest", "invalid_request_error")
+    if route != MESSAGES:
+        assert error["param"] == (f"fathom.{field}" if field else "fathom") and error["code"] == 400
+
+
+@pytest.mark.parametrize("route", GENERATION_ROUTES)
+def test_what_a_preset_cannot_have_is_no_error(client, route):
+    """Left out, and said in the answer."""
+    caller = client((1, b"{}"), Face(limits=LIMITS))
+    reply = caller.call(route, {"model": "m", "fathom": {"preset": "turbo"}})
+    assert reply.status == 200
+    (policy,) = caller.inner.policies
+    assert policy == Policy("turbo", depth_cutoff=12, tsp_rate=0.2, kv_retention_rate=0.2)
+    answer = reply.json["fathom"]
+    assert answer["preset"] == "turbo"
+    assert answer["left_out"].keys() == {"prefill_keep_rate", "decode", "speculative"}
+    assert answer["left_out"]["decode"] == "SFI is not available here (no tokenizer is loaded)"
+
+
+class Asked:
+    """Of SGLang's request, what is looked at."""
+
+    def __init__(self, **members):
+        self.sampling_params, self.return_logprob, self.logprob_start_len = {}, False, -1
+        self.return_hidden_states = False
+        vars(self).update(members)
+
+
+@pytest.mark.parametrize(
+    ("members", "what"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "log-probabilities of the prompt"),
+        ({"return_logprob": [False, True], "logprob_start_len": [-1, 3]}, "log-probabilities of the prompt"),
+        ({"return_hidden_states": True}, "hidden states"),
+    ],
+)
+def test_what_needs_every_prompt_token(members, what):
+    policy = Policy("custom", depth_cutoff=12, tsp_rate=0.5)
+    with pytest.raises(ValueError) as caught:
+        refuse_prompt_outputs(Asked(**members), policy)
+    assert str(caught.value) == (
+        f"{what} cannot be had under a policy that drops prompt tokens, by fathom.depth_cutoff 12 and "
+        'fathom.tsp_rate 0.5; legal with them: "depth_cutoff": "full", "tsp_rate": 1.0'
+    )
+    refuse_prompt_outputs(Asked(**members), Policy("custom", kv_retention_rate=0.5))
+    refuse_prompt_outputs(Asked(return_logprob=True), policy)
 
 
 @pytest.mark.parametrize(
