@@ -1,4 +1,4 @@
-"""Imports without the garbage collector: SGLang's are a million objects that all stay."""
+"""Imports without the garbage collector: of SGLang's, hundreds of thousands of objects stay."""
 
 import contextlib
 import gc
