@@ -18,9 +18,9 @@ from sglang.srt.entrypoints.ollama.protocol import (
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from fathom.server.context import CURRENT, Conversation
+from fathom.server.context import Conversation
 from fathom.server.errors import clean, in_names_of
-from fathom.server.protect import protected
+from fathom.server.protect import judged, protected
 from fathom.server.routes import OLLAMA
 
 
@@ -64,8 +64,7 @@ class FathomOllamaServing(OllamaServing):
             )
         except jinja2.TemplateError as error:
             return _refusal(ValueError(f"the chat template does not take these messages: {error}"))
-        context = CURRENT.get()
-        if context is not None and context.policy.prefill_keep_rate != 1:
+        if (context := judged()) is not None:
             context.protected = protected(tokenizer, Conversation(messages), prompt)
         sampling = self._convert_options_to_sampling_params(request.options)
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=request.stream)

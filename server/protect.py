@@ -8,7 +8,7 @@ client sent: missing contents are filled in, parts joined, arguments of tool cal
 
 from typing import Any
 
-from fathom.server.context import CURRENT, Conversation
+from fathom.server.context import CURRENT, Conversation, RequestContext
 from fathom.server.spans import find_spans
 
 
@@ -20,8 +20,8 @@ def install() -> None:
     render = OpenAIServingChat._render_and_encode_chat_template
 
     def with_spans(self: Any, request: Any, is_multimodal: bool) -> Any:
-        context = CURRENT.get()
-        if context is None or context.policy.prefill_keep_rate == 1:
+        context = judged()
+        if context is None:
             return process_messages(self, request, is_multimodal)
         context.conversation = None
         result = process_messages(self, request, is_multimodal)
@@ -31,12 +31,18 @@ def install() -> None:
 
     def remembered(self: Any, messages: Any, *, tools: Any, template_kwargs: Any, **options: Any) -> Any:
         result = render(self, messages, tools=tools, template_kwargs=template_kwargs, **options)
-        if (context := CURRENT.get()) is not None:
+        if (context := judged()) is not None:
             context.conversation = Conversation(messages, tools, template_kwargs)
         return result
 
     OpenAIServingChat._process_messages = with_spans
     OpenAIServingChat._render_and_encode_chat_template = remembered
+
+
+def judged() -> RequestContext | None:
+    """The request that is handled, where its policy judges prompts."""
+    context = CURRENT.get()
+    return None if context is None or context.policy.prefill_keep_rate == 1 else context
 
 
 def as_sent(request: Any) -> Conversation:

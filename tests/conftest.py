@@ -22,9 +22,8 @@ from forked import READ_LATE, Forked, Template
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host import imports, torchvision_ops
 
-gc.disable()  # until all is collected and imported
 torchvision_ops.declare()  # transformers imports torchvision too
 
 # A shell starts background commands with Ctrl-C ignored, and children inherit that; ours are to be interrupted.
@@ -83,10 +82,11 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
 
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Most of it is imports."""
+    with imports.uncollected():
+        return (yield)
 
 
 def pytest_sessionfinish():

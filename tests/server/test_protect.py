@@ -229,12 +229,14 @@ def test_a_prompt_of_token_ids_is_compared_with_its_messages(handler):
     assert prompt == [5, 6, 7] and len(texts) == 1
 
 
-def test_a_conversation_is_looked_for_as_it_was_rendered(handler):
-    context = RequestContext("", Policy(), 0.0)
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_a_conversation_is_looked_for_as_it_was_rendered(handler, rate):
+    """Where a policy judges prompts; nobody else's is held until its answer ends."""
+    context = RequestContext("", Policy(prefill_keep_rate=rate), 0.0)
     token = CURRENT.set(context)
     try:
         options = {"template_kwargs": {}, "encode_kwargs": {}, "use_cache": False}
         handler._render_and_encode_chat_template([QUESTION], tools=None, **options)
     finally:
         CURRENT.reset(token)
-    assert context.conversation == Conversation([QUESTION], None, {})
+    assert context.conversation == (Conversation([QUESTION], None, {}) if rate != 1 else None)
