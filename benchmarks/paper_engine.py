@@ -186,8 +186,10 @@ def measure(engine: Any, ways: Sequence[Variant], length: int, work: Work) -> di
         print(f"  {length} tokens, round {turn + 1} of {work.rounds}", file=sys.stderr, flush=True)
     found = {name: median_of(cells) for name, cells in taken.items()}
     if work.profile:
+        # Where prompts are cached, those of the last round are.
+        prompts = prompts_of(length, work, work.rounds - work.cached)
         for way in ways:
-            found[way.name].profile = profile(engine, way, prompts_of(length, work, work.rounds), work, page)
+            found[way.name].profile = profile(engine, way, prompts, work, page)
     return found
 
 
@@ -199,9 +201,10 @@ def profile(engine: Any, way: Variant, prompts: Sequence[list[int]], work: Work,
     Raises:
         BenchError: as :func:`measure`.
     """
-    engine.forget()
     if work.cached:
         engine.run(prompts, 1, way.policy)
+    else:
+        engine.forget()
     with tempfile.TemporaryDirectory(prefix="fathom-profile-") as folder:
         try:
             with engine.profiled(Path(folder)):

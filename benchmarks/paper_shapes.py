@@ -54,6 +54,7 @@ class Size:
 
 SIZES = {
     "llama-3.1-8b": Size(LLAMA, 32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": Size(LLAMA, 80, 8192, 28672, 64, 8, 128, 128256),
     "llama-1b": Size(LLAMA, 16, 2048, 8192, 32, 8, 64, 128256, tied=True),
     "qwen3-4b": Size(QWEN3, 36, 2560, 9728, 32, 8, 128, 151936, tied=True),
     "qwen3-0.6b": Size(QWEN3, 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
