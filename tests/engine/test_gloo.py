@@ -1,0 +1,47 @@
+"""Groups of one process, or of two, that share a Gloo device."""
+
+import os
+from multiprocessing import get_context
+
+import torch
+from torch import distributed
+
+from fathom.runtime.sglang_host import gloo
+
+GROUPS, RANKS = 5, 2
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def rank_of(rank, address, found):
+    gloo.share_device()
+    gloo.share_device()  # an engine that starts again in its process
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    before, sums = threads(), []
+    groups = [distributed.new_group(backend="gloo") for _ in range(GROUPS)]
+    started = threads() - before
+    for power, group in enumerate(groups):
+        number = torch.tensor(float((rank + 1) ** power))
+        distributed.all_reduce(number, group=group)
+        sums.append(number.item())
+    found.put((rank, started, sums))
+    distributed.destroy_process_group()
+
+
+def test_groups_share_the_thread_of_a_device(tmp_path):
+    """Each has two workers, which sleep until there is something to do, and nothing that wakes by itself."""
+    context = get_context("spawn")
+    found = context.Queue()
+    address = (tmp_path / "store").as_uri()
+    ranks = [context.Process(target=rank_of, args=(rank, address, found)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    answers = [found.get(timeout=60) for _ in ranks]
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    assert sorted(answers) == [
+        (rank, 2 * GROUPS, [1 + 2.0**p for p in range(GROUPS)]) for rank in range(RANKS)
+    ]
