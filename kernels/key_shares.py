@@ -19,6 +19,8 @@ PIECES_PER_PROCESSOR = 4
 """Of a decode launch, for each multiprocessor. Of 2, 4 and 6 the best on an H100."""
 PARTS_PER_BLOCK = 16
 """What a merge reads at a time."""
+LANES: tl.constexpr = tl.constexpr(32)
+"""Requests that are looked at together, one to a lane: each warp then has them all, and none waits for another."""
 
 
 @triton.jit
@@ -35,8 +37,8 @@ def _keys(numbers, i, there, FIELDS: tl.constexpr):
 def _pieces_before(numbers, request, share, FIELDS: tl.constexpr):
     """Pieces of all requests before one."""
     before = tl.zeros((), tl.int32)
-    for start in range(0, request, 128):
-        i = start + tl.arange(0, 128)
+    for start in range(0, request, LANES):
+        i = start + tl.arange(0, LANES)
         before += tl.sum(tl.cdiv(_keys(numbers, i, i < request, FIELDS), share), 0)
     return before
 
@@ -52,8 +54,8 @@ def own_piece(numbers, batch, pieces, where, BLOCK: tl.constexpr, FIELDS: tl.con
     """
     number = tl.program_id(1)
     everyone = tl.zeros((), tl.int64)
-    for start in range(0, batch, 128):
-        i = start + tl.arange(0, 128)
+    for start in range(0, batch, LANES):
+        i = start + tl.arange(0, LANES)
         everyone += tl.sum(_keys(numbers, i, i < batch, FIELDS).to(tl.int64), 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(everyone, pieces), BLOCK) * BLOCK, BLOCK).to(tl.int32)
     if (tl.program_id(0) == 0) & (number < batch):
@@ -61,8 +63,8 @@ def own_piece(numbers, batch, pieces, where, BLOCK: tl.constexpr, FIELDS: tl.con
         tl.store(where + 2 * number, _pieces_before(numbers, number, share, FIELDS))
         tl.store(where + 2 * number + 1, tl.cdiv(count, share))
     request, first, before = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    for start in range(0, batch, 128):
-        i = start + tl.arange(0, 128)
+    for start in range(0, batch, LANES):
+        i = start + tl.arange(0, LANES)
         own = tl.cdiv(_keys(numbers, i, i < batch, FIELDS), share)
         ends = before + tl.cumsum(own, 0)
         past = (ends <= number) & (i < batch)
@@ -93,25 +95,20 @@ def _merge_kernel(
     else:
         begin, parts, step = (row * heads + head) * splits, splits, 1
     e = tl.arange(0, VALUE_DIM_P)
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, parts, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        part_lse = tl.load(partial_lse + begin + part * step, mask=part < parts, other=float("-inf"))
-        tops = tl.maximum(tops, part_lse)
-    top = tl.max(tops, 0)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    totals = tl.zeros([BLOCK], tl.float32)
+    top, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
     merged = tl.zeros([VALUE_DIM_P], tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
-        at = begin + part * step
-        part_lse = tl.load(partial_lse + at, mask=part < parts, other=float("-inf"))
-        weights = tl.exp(part_lse - finite)
-        mask = (part_lse > float("-inf"))[:, None] & (e < VALUE_DIM)[None, :]
+        at, there = begin + part * step, part < parts
+        part_lse = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+        mask = there[:, None] & (e < VALUE_DIM)[None, :]
         found = tl.load(partial + at[:, None] * VALUE_DIM + e[None, :], mask=mask, other=0.0)
-        totals += weights
-        merged += tl.sum(found * weights[:, None], 0)
-    total = tl.sum(totals, 0)
+        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights, rescale = tl.exp(part_lse - finite), tl.exp(top - finite)
+        total = total * rescale + tl.sum(weights, 0)
+        merged = merged * rescale + tl.sum(found * weights[:, None], 0)
+        top = new_top
     divisor = tl.where(total > 0, total, 1.0)
     place = row * o_stride_row + head * o_stride_head + e
     tl.store(output + place, (merged / divisor).to(output.dtype.element_ty), mask=e < VALUE_DIM)
