@@ -5,8 +5,8 @@ from typing import Any
 
 from fuzz import accounts
 from fuzz.clients import CHOSEN, Reply, Wrong, aborted, compared
-from fuzz.reference import Reference
-from fuzz.repeats import TIE, Asked, Repeats, difference, off
+from fuzz.reference import Reference, off
+from fuzz.repeats import TIE, Asked, Repeats, difference
 from fuzz.requests import CONTROLS, Drawer, Request
 from fuzz.worlds import World
 from greedy import TOLERANCE
@@ -237,11 +237,11 @@ class Checker:
                 row = row.log_softmax(-1)
                 if ids is not None and [entry[1] for entry in entries] != ids:
                     raise Wrong("log-probabilities of other ids", ids)
-                worst = max(worst, *(off(value, float(row[token])) for value, token, *_ in entries))
+                worst = max(worst, *(off(value, row[token]).item() for value, token, *_ in entries))
         self.counts["log-probabilities compared"] += 1
         if worst > TOLERANCE:
             asked = (request.prompt, policy, len(tokens), self._ends(request))
-            if not self._reference(request).decided_by_rounding(*asked):
+            if not self._reference(request).decided_by_rounding(*asked, moved=worst):
                 raise Wrong(f"log-probabilities off by {worst}")
             self.counts["not compared: decided by rounding"] += 1
 
@@ -259,7 +259,7 @@ class Checker:
                 continue
             if token != prompt[at]:
                 raise Wrong(f"prompt token {at} is shown as {token}", prompt[at])
-            if value is not None and at > 0 and off(value, float(rows[at - 1][token])) > PROMPT_TOLERANCE:
+            if value is not None and at > 0 and off(value, rows[at - 1][token]) > PROMPT_TOLERANCE:
                 raise Wrong(f"log-probability {value} of prompt token {at}", float(rows[at - 1][token]))
         self.counts["prompts' log-probabilities compared"] += 1
 

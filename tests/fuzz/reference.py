@@ -135,20 +135,21 @@ class Reference:
         """[N, vocabulary] of the dense model: row i is of what follows token i."""
         return self.model(torch.tensor([list(prompt)])).logits[0].float().log_softmax(-1)
 
-    def decided_by_rounding(self, *asked: Any, **more: Any) -> bool:
+    def decided_by_rounding(self, *asked: Any, moved: float = 0.0, **more: Any) -> bool:
         """Whether noise like rounding changes the answer, what is kept, or the log-probabilities visibly.
 
         Args:
             asked: as of :meth:`expected`, as ``more`` is.
+            moved: by how much a log-probability is off; what is far more than noise does is no rounding.
         """
-        want = self.expected(*asked, **more)
+        want, most = self.expected(*asked, **more), 0.0
         for number, noise in enumerate(SHAKES):
             other = self._shaken(noise, number).expected(*asked, **more)
             if (other.tokens, other.sets, other.kept) != (want.tokens, want.sets, want.kept):
                 return True
-            pairs = zip(other.logits, want.logits, strict=True)
-            shifts = [(a.log_softmax(-1) - b.log_softmax(-1)).abs().max() for a, b in pairs]
-            if max(shifts) > LOGPROB_SHIFT:
+            for a, b in zip(other.logits, want.logits, strict=True):
+                most = max(most, off(a.log_softmax(-1), b.log_softmax(-1)).max().item())
+            if most > max(LOGPROB_SHIFT, moved / 2):
                 return True
         return False
 
@@ -159,6 +160,11 @@ class Reference:
             other.judge = copy.copy(self.judge)
             other.judge.model = shaken(self.judge.model, noise, seed + len(SHAKES))
         return other
+
+
+def off(value: float | torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Difference of log-probabilities; of very unlikely tokens relative to how unlikely they are."""
+    return (value - want).abs() / (-want / 10).clamp(min=1.0)
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ class Repeats:
         known = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
         worst = max(abs(value - entry[0]) for value, entry in zip(known, entries, strict=True))
         if worst > 3 * TOLERANCE:
-            if not self._reference(asked).decided_by_rounding(**drawn):
+            if not self._reference(asked).decided_by_rounding(**drawn, moved=worst):
                 raise Wrong(f"log-probabilities of what was drawn off by {worst}", known)
             self.counts["not compared: decided by rounding"] += 1
             return
@@ -147,8 +147,3 @@ def difference(tokens: list[int], others: list[int]) -> int | None:
     """Where one of them first has another token."""
     pairs = zip(tokens, others, strict=False)
     return next((i for i, (token, other) in enumerate(pairs) if token != other), None)
-
-
-def off(value: float, want: float) -> float:
-    """Difference of two log-probabilities; of very unlikely tokens relative to how unlikely they are."""
-    return abs(value - want) / max(1.0, -value / 10)

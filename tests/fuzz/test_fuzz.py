@@ -31,7 +31,7 @@ ALWAYS = (
 """Policies of requests that are sent whatever is drawn."""
 MOST_TOKENS = 40
 """Of an answer."""
-MOST_PLANTED = 5
+MOST_PLANTED = 20
 """Answers in which an error is planted."""
 
 
@@ -134,19 +134,20 @@ ACCOUNT += ("decode_steps", "compact_bytes", "kv_bytes", "kv_bytes_dense")
     ],
 )
 def test_a_planted_error_is_found(small, change, words):
-    """In the shortest answers, which cost the oracles least; not every field of each can be known."""
-    tried, found = 0, 0
+    """In one of the shortest answers, which cost the oracles least; not every field of each can be known."""
+    tried = 0
     for reply in sorted(small.compared, key=lambda reply: len(reply.answers[0]["output_ids"])):
         reply = copy.deepcopy(reply)
-        if tried == MOST_PLANTED or change(reply.answers[0]) is False:
+        if change(reply.answers[0]) is False:
             continue
         tried += 1
         try:
             small.trial.checker.check(reply)
         except Wrong as wrong:
             assert words in str(wrong)
-            found += 1
-    assert found, tried
+            return
+        assert tried < MOST_PLANTED
+    pytest.fail(f"none of {tried} found")
 
 
 @pytest.mark.parametrize("change", [{"status": 200}, {"text": "fathom.other is not legal"}])
