@@ -17,6 +17,8 @@ NEW_TOKENS = 300
 PROMPTS = 4
 BEFORE = 4
 """Events of a stream before the request is taken out."""
+TRIES = 5
+"""A request may be done before it can be taken out: the client has to hear of it first."""
 STOPS = list(range(2, 1000))
 SAMPLING = (
     {"frequency_penalty": 0.6},
@@ -56,7 +58,12 @@ def is_whole(said, sampling):
 
 
 def answer_of(server, body):
-    """The answer of a request that is taken out of the batch after some tokens, and let in again."""
+    """The answer of a request that is taken out of the batch after some tokens, and let in again, once."""
+    answers = (tried(server, body) for _ in range(TRIES))
+    return next(answer for answer in answers if answer["meta_info"]["num_retractions"] == 1)
+
+
+def tried(server, body):
     with server.client.stream("POST", "/generate", json=body | {"stream": True}) as stream:
         events = (line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {"))
         for _ in range(BEFORE):
@@ -76,7 +83,6 @@ def test_a_request_that_is_taken_out_gets_the_same_answer(server, tiny_model, sa
         said = answer["output_ids"]
         assert is_greedy(model, prompt, said, sampling) and is_whole(said, sampling)
         assert not is_greedy(model, prompt, said, {})
-    assert all(answer["meta_info"]["num_retractions"] == 1 for answer in answers)
 
 
 class Batch:
