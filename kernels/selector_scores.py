@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fathom.kernels.dispatch import runs_triton
+from fathom.kernels.dispatch import INTERPRETED, runs_triton
 from fathom.kernels.triton_aot import signature
 
 
@@ -120,6 +120,7 @@ def window_max(x: torch.Tensor, radius: int) -> torch.Tensor:
     return torch.maximum(y[..., : y.shape[-1] - rest], y[..., rest:]) if rest else y
 
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 BLOCK = 512
 PARTS = 64
 """Programs that share the candidates of a request and KV head."""
@@ -161,18 +162,31 @@ def _statistics_kernel(
         x = tl.load(source + j[None, :], mask=there, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(x, 1))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
+        exponents = (x - safe[:, None]) * LOG2_E
+        total = total * tl.exp2((top - safe) * LOG2_E) + tl.sum(tl.exp2(exponents), 1)
         top = new_top
     target = stats + (pair * PARTS + part) * 2 * ROWS + row
     tl.store(target, top)
     tl.store(target + ROWS, total)
 
 
+@triton.jit
+def _log2(x, PTX: tl.constexpr):
+    """Binary logarithm; in PTX by one instruction, to 2**-22 of itself (of 1, near 1), where Triton's has forty."""
+    if PTX:
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f, f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.log2(x)
+    return result
+
+
 @triton.jit(do_not_specialize=["begin", "end"])
 def _mixture_kernel(
     logits, key_norms, begin, end, pitch, stats, evidence, prior, sums, kv_heads, rows,
     power, norm_decay, position_decay, position_curve, tail_brake, epsilon,
-    THERE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    THERE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Evidence and prior before their normalisation, and the sums that it and the fusion weight need."""
     pair, part = tl.program_id(0), tl.program_id(1)
@@ -187,11 +201,13 @@ def _mixture_kernel(
     part_top = tl.load(base)
     top = tl.max(part_top, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.load(base + ROWS) * tl.exp(part_top - top[None, :]), 0)
-    total = tl.where(row < rows, total, 1.0)
+    total = tl.sum(tl.load(base + ROWS) * tl.exp2((part_top - top[None, :]) * LOG2_E), 0)
+    # p ** alpha = 2 ** (alpha * log2 p), with log2 p = x * LOG2_E - whole
+    whole = top * LOG2_E + tl.log2(tl.where(row < rows, total, 1.0))
     at = pair.to(tl.int64) * width
     source = logits + (pair.to(tl.int64) * rows + row[:, None]) * width
-    span = (high - low - 1).to(tl.float32) + epsilon
+    per_span = 1 / ((high - low - 1).to(tl.float32) + epsilon)
+    per_row, per_power = 1 / rows, 1 / power
     sum_f = tl.zeros((BLOCK,), tl.float32)
     sum_r = tl.zeros((BLOCK,), tl.float32)
     sum_ff = tl.zeros((BLOCK,), tl.float32)
@@ -201,14 +217,13 @@ def _mixture_kernel(
         j = start + tl.arange(0, BLOCK)
         there = j < last
         x = tl.load(source + j[None, :], mask=(row[:, None] < rows) & there[None, :], other=float("-inf"))
-        # p ** alpha = exp(alpha * log p), with log p = x - top - log(total)
-        mu = tl.sum(tl.exp(power * (x - top[:, None] - tl.log(total)[:, None])), 0) / rows
-        f = tl.where(mu > 0, tl.exp(tl.log(tl.where(mu > 0, mu, 1.0)) / power), 0.0)
-        u = (j - low).to(tl.float32) / span
-        curve = tl.where(u > 0, tl.exp(position_curve * tl.log(tl.where(u > 0, u, 1.0))), 0.0)
+        mu = tl.sum(tl.exp2(power * (x * LOG2_E - whole[:, None])), 0) * per_row
+        f = tl.where(mu > 0, tl.exp2(_log2(tl.where(mu > 0, mu, 1.0), PTX) * per_power), 0.0)
+        u = (j - low).to(tl.float32) * per_span
+        curve = tl.where(u > 0, tl.exp2(position_curve * _log2(tl.where(u > 0, u, 1.0), PTX)), 0.0)
         norm = tl.load(key_norms + at + j, mask=there, other=1.0)
-        exponent = tail_brake * tl.log(tl.maximum(1 - u, 0.0) + epsilon) - position_decay * curve
-        r = tl.where(there, tl.exp(exponent - norm_decay * tl.log(norm + epsilon)), 0.0)
+        exponent = tail_brake * _log2(tl.maximum(1 - u, 0.0) + epsilon, PTX) - position_decay * LOG2_E * curve
+        r = tl.where(there, tl.exp2(exponent - norm_decay * _log2(norm + epsilon, PTX)), 0.0)
         tl.store(evidence + at + j, f, mask=there)
         tl.store(prior + at + j, r, mask=there)
         sum_f += f
@@ -242,7 +257,7 @@ def _refine_kernel(
     evidence, prior, sums, begin, end, pitch, scores, kv_heads,
     prior_clip, nms_strength, cross_head, temperature, epsilon,
     THERE: tl.constexpr, HEADS: tl.constexpr, RADIUS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Fusion (Eq. 18), soft non-maximum suppression (Eq. 21) and cross-head exclusivity (Eq. 23) of some blocks.
 
@@ -292,13 +307,13 @@ def _refine_kernel(
                 x = _fused(f_at, r_at, of_f, of_r, j + RADIUS, low, high, real)
                 tops = tl.maximum(tops, tl.associative_scan(x.reshape(HEADS, RUNS, WIDE), 2, _larger))
             peak = tops.reshape(HEADS, BLOCK)
-        z = tl.log(s + epsilon)
-        z -= nms_strength * (tl.log(peak + epsilon) - z)
+        z = _log2(s + epsilon, PTX)
+        z -= nms_strength * (_log2(peak + epsilon, PTX) - z)
         scaled = tl.where(real[:, None], z / temperature, float("-inf"))
         top = tl.max(scaled, 0)
-        all_heads = top + tl.log(tl.sum(tl.exp(scaled - top[None, :]), 0))
-        z += cross_head * tl.maximum(scaled - all_heads[None, :], tl.log(epsilon))
-        tl.store(to + j[None, :], z, mask=real[:, None] & (j < high)[None, :])
+        all_heads = top + _log2(tl.sum(tl.exp2(scaled - top[None, :]), 0), PTX)
+        z += cross_head * tl.maximum(scaled - all_heads[None, :], tl.log2(epsilon))
+        tl.store(to + j[None, :], z / LOG2_E, mask=real[:, None] & (j < high)[None, :])
 
 
 def _refined(kv_heads: int, radius: int) -> dict[str, int]:
@@ -334,12 +349,12 @@ def selector_scores_triton(
     _mixture_kernel[(pairs, PARTS)](
         logits, key_norms, begin, end, width, stats, evidence, prior, sums, kv_heads, rows,
         c.power, c.norm_decay, c.position_decay, c.position_curve, c.tail_brake, c.epsilon,
-        ROWS=row_block, BLOCK=block, **there,
+        ROWS=row_block, BLOCK=block, PTX=not INTERPRETED, **there,
     )  # fmt: skip
     _refine_kernel[(requests, REFINERS)](
         evidence, prior, sums, begin, end, width, scores, kv_heads,
         c.prior_clip, c.nms_strength, c.cross_head, c.temperature, c.epsilon,
-        **_refined(kv_heads, c.nms_radius), **there,
+        **_refined(kv_heads, c.nms_radius), PTX=not INTERPRETED, **there,
     )  # fmt: skip
     return scores
 
@@ -351,17 +366,18 @@ def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
     numbers = [name for name in ScoreParameters.__annotations__ if name != "nms_radius"]
     types |= dict.fromkeys(numbers, "fp32")
     few, many = {"ROWS": 4, "PARTS": PARTS, "BLOCK": 512}, {"ROWS": 64, "PARTS": PARTS, "BLOCK": 64}
-    refine = {"PARTS": PARTS} | _refined(8, 16)
+    ptx = {"PTX": True}
+    refine = ptx | {"PARTS": PARTS} | _refined(8, 16)
     cases: list[tuple[Any, dict[str, Any]]] = [
         (_statistics_kernel, few),
         (_statistics_kernel, many),
-        (_mixture_kernel, few),
-        (_mixture_kernel, many),
+        (_mixture_kernel, ptx | few),
+        (_mixture_kernel, ptx | many),
         (_refine_kernel, refine),
         (_refine_kernel, refine | _refined(8, 24)),  # not as many whole runs as fill a window
     ]
     # A captured step has one query row per head.
-    captured = [(_statistics_kernel, few), (_mixture_kernel, few), (_refine_kernel, refine)]
+    captured = [(_statistics_kernel, few), (_mixture_kernel, ptx | few), (_refine_kernel, refine)]
     return [
         (kernel, signature(kernel, types | {"pitch": kind}, constants), constants)
         for kind, there in (("i32", cases), ("*i32", captured))
