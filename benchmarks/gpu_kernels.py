@@ -33,6 +33,7 @@ from fathom.benchmarks.gpu_cases import OPERATIONS, Operation
 from fathom.benchmarks.gpu_inputs import Problem, Setting
 from fathom.benchmarks.gpu_timing import Clock, limits, rates
 from fathom.benchmarks.paper_shapes import SIZES, sized
+from fathom.kernels import key_shares
 from fathom.kernels.dispatch import INTERPRETED
 
 SCHEMA = 1
@@ -60,6 +61,8 @@ def parser(interpreted: bool) -> argparse.ArgumentParser:
     add("--batch", nargs="+", type=int, default=batch, help=f"requests ({default})")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default=dtype, help=default)
     add("--kernels", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
+    pieces = "programs of a decode launch for each multiprocessor; slow steps have their own"
+    add("--pieces", type=int, help=f"{pieces} (default: the engine's)")
     add("--repeats", type=int, default=repeats, help=f"of what is timed ({default})")
     add("--seconds", type=float, default=480.0, help=f"no row is begun later ({default})")
     add("--seed", type=int, default=time.time_ns() % 2**31, help="of the inputs; another one in every run")
@@ -319,6 +322,10 @@ def main(argv: list[str]) -> int:
         p.error("there is no GPU here; TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
     if INTERPRETED and args.dtype == "bfloat16":
         p.error("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32 or float16")
+    args.pieces = key_shares.PIECES_PER_PROCESSOR if args.pieces is None else args.pieces
+    if args.pieces <= 0:
+        p.error(f"--pieces must be at least 1, got {args.pieces}")
+    key_shares.PIECES_PER_PROCESSOR = args.pieces
     torch.set_float32_matmul_precision("highest")
     heads: dict[tuple[int, int, int, int], str] = {}
     for name in args.sizes:

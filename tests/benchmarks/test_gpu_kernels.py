@@ -12,6 +12,7 @@ import torch
 
 from fathom.benchmarks import gpu_attention, gpu_cases, gpu_kernels, gpu_timing
 from fathom.benchmarks.gpu_inputs import Setting
+from fathom.kernels import key_shares
 from fathom.kernels.triton_aot import discover
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +190,9 @@ def test_without_a_gpu_and_without_the_interpreter_it_refuses(monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         gpu_kernels.main(["--dtype", "bfloat16"])
     assert "multiplies bfloat16 wrongly" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        gpu_kernels.main(["--pieces", "0"])
+    assert "--pieces must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_nothing_is_begun_when_time_is_up(tmp_path, monkeypatch, capsys):
@@ -206,7 +210,9 @@ def test_nothing_is_begun_when_time_is_up(tmp_path, monkeypatch, capsys):
         "--batch",
         "3",
     ]
-    assert gpu_kernels.main([*few, "--seconds", "0", "--out", str(out)]) == 1
+    monkeypatch.setattr(key_shares, "PIECES_PER_PROCESSOR", 4)
+    assert gpu_kernels.main([*few, "--seconds", "0", "--pieces", "6", "--out", str(out)]) == 1
+    assert key_shares.PIECES_PER_PROCESSOR == 6
     left_out = json.loads(out.read_text())["left_out"]
     assert len(left_out) == 5 and left_out[-1] == "span_tables, 3 x 64, 4/2 heads of 16 (timed)"
     assert json.loads(out.read_text())["failures"] == ["no value was compared"]
