@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -125,7 +125,6 @@ class FathomTokenizerManager(TokenizerManager):
                 # All before the yield: a caller that does not stream takes one output and never returns.
                 if first:
                     first = False
-                    self._drop_placeholders(obj)
                     if context is not None:
                         context.expected += generations_of(obj)
                 if context is not None:
@@ -157,15 +156,6 @@ class FathomTokenizerManager(TokenizerManager):
         room = self.context_len - self.num_reserved_tokens - SPARE_TOKENS
         del input_ids[max(1, room - min(wanted, max(1, room // 2))) :]
 
-    def _drop_placeholders(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
-        """Forget the states that stand for n > 1 generations until each gets its own.
-
-        SGLang leaves n - 1 of them behind, and would wait for them for ever when it is told to stop.
-        """
-        for rid in obj.rid if isinstance(obj.rid, list) else []:
-            if rid in self.rid_to_state and not self.rid_to_state[rid].dispatched:
-                del self.rid_to_state[rid]
-
     def _init_req_state(self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None) -> None:
         super()._init_req_state(obj, request)
         if not isinstance(obj, GenerateReqInput) or self.server_status == ServerStatus.Starting:
@@ -175,12 +165,30 @@ class FathomTokenizerManager(TokenizerManager):
             state = self.rid_to_state[rid]
             start = context.received_time or state.time_stats.created_time
             state.fathom_account = Account(context.route, context.policy.preset, start)
+        if isinstance(obj.rid, list) and obj.parallel_sample_num > 1:
+            for prompt in range(obj.batch_size):
+                # SGLang copies this object for each request of the prompt; the copies share the member.
+                obj[prompt].fathom_stand_ins = StandIns(obj.rid[prompt :: obj.batch_size])
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
         state = self.rid_to_state.get(tokenized_obj.rid)
-        if state is not None and is_prefix_request(tokenized_obj, state.obj):
-            state.fathom_account = None
+        stand_ins = getattr(state.obj, "fathom_stand_ins", None) if state is not None else None
+        if stand_ins is not None and not stand_ins.cached:
+            stand_ins.cached, state.fathom_account = True, None
+        elif stand_ins is not None and stand_ins.rids:
+            self._drop_stand_in(stand_ins)
         await super()._send_one_request(tokenized_obj)
+
+    def _drop_stand_in(self, stand_ins: "StandIns") -> None:
+        """One more generation has a state of its own: that of its stand-in counts for nothing from here on.
+
+        SGLang deletes the first one of a prompt, at last, and leaves the others behind.
+        """
+        rid = stand_ins.rids.pop()
+        if stand_ins.rids:
+            self.rid_to_state.pop(rid, None)
+        elif (first := self.rid_to_state.get(rid)) is not None:
+            first.fathom_account = None
 
     def update_request_meta_info(
         self,
@@ -271,12 +279,10 @@ class FathomTokenizerManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
 
     def _release_req_states_on_failure(self, rids: Iterable[str]) -> None:
-        known = (self.rid_to_state.get(rid) for rid in rids)
-        states = [state for state in known if account_of(state) is not None]
-        # Once a part was sent to the scheduler, its answer to the abort is what is counted.
-        if not any(state.dispatched for state in states):
-            outcome = outcome_of_failure(sys.exc_info()[1])
-            for state in states:
+        outcome = outcome_of_failure(sys.exc_info()[1])
+        for state in map(self.rid_to_state.get, rids):
+            # Of what was sent to the scheduler, its answer to the abort is counted.
+            if state is not None and not state.dispatched:
                 self._count_unfinished(state, outcome)
         super()._release_req_states_on_failure(rids)
 
@@ -326,13 +332,17 @@ def account_of(state: ReqState | None) -> Account | None:
     return getattr(state, "fathom_account", None) if counted else None
 
 
-def is_prefix_request(tokenized_obj: Any, obj: Any) -> bool:
-    """Whether SGLang made this request itself, to cache the prompt that n > 1 generations share."""
-    sampling = getattr(tokenized_obj, "sampling_params", None)
-    if sampling is None or sampling.max_new_tokens != 0:
-        return False
-    asked = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
-    return asked.get("max_new_tokens") != 0
+@dataclass
+class StandIns:
+    """States that SGLang has for the n > 1 generations of a prompt until each gets its own.
+
+    Attributes:
+        rids: their ids.
+        cached: whether the request was sent that SGLang makes itself, to cache the prompt that the n share.
+    """
+
+    rids: list[str]
+    cached: bool = False
 
 
 def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:

@@ -233,9 +233,19 @@ def test_a_client_that_left_is_an_abort_and_counted_once(manager):
         raise GeneratorExit
     except GeneratorExit:
         manager._release_req_states_on_failure(["a"])
-    manager.rid_to_state = {"a": state_of(dispatched=True), "b": state_of()}
+    manager.rid_to_state = {"a": state_of(dispatched=True)}
     manager._release_req_states_on_failure(["a", "b"])
     assert manager.request_metrics.outcomes == [("/generate", "abort")]
+
+
+def test_each_prompt_of_a_batch_that_failed_is_counted(manager):
+    """Of a prompt that was sent before another one was refused, the scheduler says how it ended."""
+    manager.rid_to_state = {"sent": state_of(dispatched=True), "refused": state_of(), "after": state_of()}
+    try:
+        raise ValueError("too long")
+    except ValueError:
+        manager._release_req_states_on_failure(manager.rid_to_state)
+    assert manager.request_metrics.outcomes == [("/generate", "refused")] * 2
 
 
 def test_a_client_that_leaves_while_a_common_prompt_is_computed(manager):
@@ -260,12 +270,51 @@ def test_what_has_not_ended_is_in_flight(manager):
     manager.observe_in_flight()  # a server without metrics
 
 
-def test_what_sglang_leaves_behind_for_n_generations_is_dropped(manager):
-    manager.rid_to_state = {"a": state_of(), "b": state_of(dispatched=True)}
-    manager._drop_placeholders(SimpleNamespace(rid=["a", "b", "c"]))
-    assert manager.rid_to_state.keys() == {"b"}
-    manager._drop_placeholders(SimpleNamespace(rid="b"))
-    assert manager.rid_to_state.keys() == {"b"}
+@pytest.fixture
+def sending(manager, monkeypatch):
+    """A function that sends a batch as SGLang does, and what is known of it after each request that was sent."""
+    manager.enable_trace, manager.disaggregation_mode, manager._server_status = False, None, None
+    seen = []
+
+    async def tokenize(obj):
+        sampling = SimpleNamespace(max_new_tokens=obj.sampling_params["max_new_tokens"])
+        return SimpleNamespace(rid=obj.rid, sampling_params=sampling)
+
+    async def send(self, sent):
+        manager.rid_to_state[sent.rid].dispatched = True
+        manager.observe_in_flight()
+        seen.append((manager.request_metrics.in_flight, len(manager.rid_to_state)))
+
+    async def wait(obj, request=None):
+        if manager.rid_to_state[obj.rid].fathom_account is None:
+            del manager.rid_to_state[obj.rid]  # the prompt is cached
+        yield {"meta_info": {"id": obj.rid}}
+
+    async def send_all(request):
+        request.received_time = 1.0
+        request.normalize_batch_and_arguments()
+        manager._init_req_state(request)
+        await anext(manager._handle_batch_request(request))
+
+    manager._tokenize_one_request, manager._wait_one_response = tokenize, wait
+    manager._should_use_batch_tokenization = lambda *_: False
+    monkeypatch.setattr(ours.TokenizerManager, "_send_one_request", send)
+    return lambda request: (asyncio.run(send_all(request)), seen)[1]
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_n_generations_are_counted_as_n(manager, sending, most):
+    """Neither the states that SGLang makes first, nor its request that caches a prompt, whatever is asked for."""
+    seen = sending(GenerateReqInput(text=["a", "b"], sampling_params={"n": 3, "max_new_tokens": most}))
+    assert [in_flight for in_flight, _ in seen] == [6] * (2 + 6)
+    assert len(manager.rid_to_state) == 6 and all(map(ours.account_of, manager.rid_to_state.values()))
+
+
+@pytest.mark.parametrize(("n", "rid"), [(1, None), (1, ["x", "y"]), (2, ["x", "y"]), (2, "x")])
+def test_prompts_of_a_batch_are_counted_once_each(manager, sending, n, rid):
+    sending(GenerateReqInput(text=["a", "b"], rid=rid, sampling_params={"n": n, "max_new_tokens": 9}))
+    manager.observe_in_flight()
+    assert manager.request_metrics.in_flight == len(manager.rid_to_state) == 2 * n
 
 
 CONTEXT = 1002
@@ -374,17 +423,6 @@ def test_what_a_policy_does_not_compute_cannot_be_had(policy, refused):
                 ours.refuse_prompt_outputs(request, policy)
         else:
             ours.refuse_prompt_outputs(request, policy)
-
-
-def test_the_request_that_caches_a_common_prompt_is_sglangs_own():
-    def is_own(most, **asked):
-        sent = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=most))
-        return ours.is_prefix_request(sent, SimpleNamespace(sampling_params=asked))
-
-    assert is_own(0) and is_own(0, max_new_tokens=9)
-    assert not is_own(0, max_new_tokens=0)  # the client's wish
-    assert not is_own(9, max_new_tokens=9) and not is_own(9)
-    assert not ours.is_prefix_request(SimpleNamespace(), SimpleNamespace(sampling_params={}))
 
 
 @pytest.mark.parametrize(
