@@ -157,6 +157,9 @@ class FathomTokenizerManager(TokenizerManager):
         del input_ids[max(1, room - min(wanted, max(1, room // 2))) :]
 
     def _init_req_state(self, obj: GenerateReqInput | EmbeddingReqInput, request: Any = None) -> None:
+        if isinstance(obj.rid, list) and (taken := [rid for rid in obj.rid if rid in self.rid_to_state]):
+            # SGLang finds it too late: the states of the other prompts would stay for ever.
+            raise ValueError(f"Duplicate request ID detected: {taken[0]}")
         super()._init_req_state(obj, request)
         if not isinstance(obj, GenerateReqInput) or self.server_status == ServerStatus.Starting:
             return  # an embedding, or the server warming itself up

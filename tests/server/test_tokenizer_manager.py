@@ -317,6 +317,14 @@ def test_prompts_of_a_batch_are_counted_once_each(manager, sending, n, rid):
     assert manager.request_metrics.in_flight == len(manager.rid_to_state) == 2 * n
 
 
+def test_a_batch_with_an_id_that_is_taken_leaves_nothing_behind(manager, sending):
+    """The ids of its other prompts stay free, and the end of the server does not wait for them."""
+    sending(GenerateReqInput(text=["a"], rid=["taken"], sampling_params={"max_new_tokens": 9}))
+    with pytest.raises(ValueError, match="Duplicate request ID detected: taken"):
+        sending(GenerateReqInput(text=["b", "c"], rid=["free", "taken"]))
+    assert manager.rid_to_state.keys() == {"taken"}
+
+
 CONTEXT = 1002
 """Of which SGLang's scheduler gives 1,000 tokens to a prompt and its answer."""
 
