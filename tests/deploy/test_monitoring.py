@@ -114,6 +114,16 @@ def test_a_query_names_what_the_server_exports(query):
             assert float(labels["le"]) in TTFT_BUCKETS and labels["le"] == str(float(labels["le"]))
 
 
+BY_PRIORITY = {"sglang:num_running_reqs", "sglang:num_queue_reqs"}
+"""With priority scheduling SGLang exports their sum, with an empty label, beside one series per priority."""
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_counts_no_request_under_its_priority_again(query):
+    for selector in selectors(promql.parse(as_sent(QUERIES[query]))):
+        assert selector.name not in BY_PRIORITY or matchers(selector).get("priority") == ""
+
+
 def test_the_check_of_names_can_fail():
     (selector,) = selectors(promql.parse("rate(fathom:no_such_series_total[5m])"))
     assert selector.name not in EXPORTED
