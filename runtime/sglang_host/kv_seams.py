@@ -242,6 +242,22 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler.init_beam_coordinator",
+        "override",
+        "the coordinator of beams becomes ours",
+        "",
+        reads_global("BeamCoordinator"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "beam_search.coordinator:BeamCoordinator.validate_and_init",
+        "override",
+        "a beam search has an account of its policy",
+        "req recv_req",
+        reads_global("neutral_member_sampling_params"),
+    ),
+    relies_on(
+        SCHEDULER,
         "mem_cache.common:maybe_cache_unfinished_req",
         "read",
         "returns before the cache could note how far such a prompt is",

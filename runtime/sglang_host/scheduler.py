@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_serving
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
 from fathom.runtime.sglang_host import attention_layers, bursts, devices, kv_schedule, seams, split_prefill
+from fathom.runtime.sglang_host.beams import FathomBeams
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -95,6 +96,10 @@ class FathomScheduler(Scheduler):
     def init_output_streamer(self) -> None:
         super().init_output_streamer()
         self.output_streamer.ledger = self.tp_worker.ledger
+
+    def init_beam_coordinator(self) -> None:
+        super().init_beam_coordinator()
+        self.beam_coordinator.__class__ = FathomBeams
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()

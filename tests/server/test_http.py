@@ -254,6 +254,14 @@ def test_a_batch_accounts_for_each_item(client):
     assert [event["fathom"]["generations"] for event in events if "fathom" in event] == [2]
 
 
+def test_a_beam_search_accounts_for_its_policy(client, body):
+    plain, beams = body(GENERATE), body(GENERATE)
+    beams["sampling_params"] |= {"beam_width": 2}
+    found = [client.post(GENERATE, json=ask).json()["fathom"] for ask in (plain, beams)]
+    assert found[0]["policy"] == found[1]["policy"] and found[1]["policy"]["preset"] == "exact"
+    check_account(found[1])
+
+
 LONG = "red box " * 9000
 NO_DRAFT = "no draft model is loaded; start with --draft-model-path"
 REFUSED = [
