@@ -214,8 +214,10 @@ async def serve_while_wanted(
         if not disconnected.done() or begun.is_set():
             work.cancel()
             raise
-        await send({"type": "http.response.start", "status": CLIENT_CLOSED_REQUEST, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
     finally:
         watcher.cancel()
+        gone = disconnected.done() and not begun.is_set()
         disconnected.cancel()
+    if gone:
+        await send({"type": "http.response.start", "status": CLIENT_CLOSED_REQUEST, "headers": []})
+        await send({"type": "http.response.body", "body": b""})

@@ -204,6 +204,24 @@ def test_work_ends_when_the_client_goes_before_the_answer():
     run(scenario())
 
 
+def test_a_client_that_goes_in_the_midst_of_its_body_is_one_that_left():
+    """Without an answer, SGLang would count status 500: an error of the server."""
+
+    async def read(scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def scenario():
+        gate = Gate()
+        call = Call(AdmissionMiddleware(read, gate))
+        call.unread[0]["more_body"] = True
+        call.left.set()
+        await call.task
+        assert call.status == CLIENT_CLOSED_REQUEST and gate.in_flight == 0
+
+    run(scenario())
+
+
 def test_a_stream_that_has_begun_is_not_cancelled_from_here():
     async def scenario():
         app = App(stream=True)
