@@ -1,5 +1,6 @@
 """SGLang's tokenizer manager, carrying the policy to the scheduler and its account back."""
 
+import asyncio
 import copy
 import json
 import logging
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastapi import BackgroundTasks
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
@@ -31,6 +33,9 @@ from fathom.server.routes import GENERATES, OTHER, path_of
 
 MOST_LOGGED = 3
 """SGLang's highest level of logging requests (``--log-requests-level``)."""
+
+ABORT_SECONDS = 2.0
+"""After a stream, until what may be left of its work is ended."""
 
 SPARE_TOKENS = 2
 """Of a context, that SGLang's scheduler gives neither to the prompt nor to the answer."""
@@ -275,6 +280,23 @@ class FathomTokenizerManager(TokenizerManager):
             self.request_metrics.observe_in_flight(
                 sum(account_of(s) is not None and not s.finished for s in states)
             )
+
+    def create_abort_task(self, obj: GenerateReqInput) -> BackgroundTasks:
+        """SGLang's end of a stream's generations, two seconds after the stream, and of no others.
+
+        SGLang goes by the id alone, which another request may have: the one that made it a duplicate, or the next.
+        """
+
+        async def abort() -> None:
+            await asyncio.sleep(ABORT_SECONDS)
+            for place, rid in enumerate(rids_of(obj)):
+                state = self.rid_to_state.get(rid)
+                if state is not None and state.obj is (obj if obj.is_single else obj[place]):
+                    self.abort_request(rid)
+
+        tasks = BackgroundTasks()
+        tasks.add_task(abort)
+        return tasks
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         reason = recv_obj.finished_reason or {"type": "abort"}

@@ -203,8 +203,8 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.create_abort_task",
-        "call",
-        "ends an Ollama stream whose client has gone",
+        "override",
+        "the end of a stream ends no other request with its id; one for an Ollama stream",
         "obj",
     ),
 )

@@ -325,6 +325,22 @@ def test_a_batch_with_an_id_that_is_taken_leaves_nothing_behind(manager, sending
     assert manager.rid_to_state.keys() == {"taken"}
 
 
+def test_the_end_of_a_stream_ends_no_other_request_with_its_id(manager, monkeypatch):
+    """Neither one that was there before and made it a duplicate, nor one that has the id since."""
+    ended = []
+    monkeypatch.setattr(ours, "ABORT_SECONDS", 0)
+    manager.abort_request = ended.append
+    request, other = (GenerateReqInput(text=["a", "b"], rid=["x", "y"]) for _ in range(2))
+    single = GenerateReqInput(text="a", rid="y")
+    for each in (request, other, single):
+        each.normalize_batch_and_arguments()
+    manager.rid_to_state = {"x": SimpleNamespace(obj=request[0]), "y": SimpleNamespace(obj=single)}
+    for each, own in ((other, []), (request, ["x"]), (single, ["y"])):
+        ended.clear()
+        asyncio.run(manager.create_abort_task(each)())
+        assert ended == own
+
+
 CONTEXT = 1002
 """Of which SGLang's scheduler gives 1,000 tokens to a prompt and its answer."""
 
