@@ -22,6 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Policy
+from fathom.runtime.sglang_host.priorities import PriorityLabels
 from fathom.server import bounds
 from fathom.server.adapters import Adapters, adapter_of
 from fathom.server.context import CURRENT, Face, RequestContext, public
@@ -57,6 +58,7 @@ class FathomTokenizerManager(TokenizerManager):
 
     def init_metric_collector_watchdog(self) -> None:
         super().init_metric_collector_watchdog()
+        self._priorities = PriorityLabels()
         if self.enable_metrics:
             self.request_metrics = RequestMetrics()
 
@@ -248,7 +250,12 @@ class FathomTokenizerManager(TokenizerManager):
         )
 
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
+        given = getattr(state.obj, "priority", None)
+        if given is not None:  # SGLang labels its series with it
+            state.obj.priority = self._priorities.label(given)
         super().collect_metrics(state, recv_obj, i)
+        if given is not None:
+            state.obj.priority = given
         account, metrics = account_of(state), self.request_metrics
         if account is None or metrics is None:
             return

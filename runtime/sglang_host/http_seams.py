@@ -31,6 +31,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         lambda f: reads_attributes("_request_dispatcher send_output")(inspect.unwrap(f)),
     ),
     relies_on(
+        SCHEDULER,
+        "observability.metrics_collector:SchedulerMetricsCollector._log_gauge_queue_count",
+        "override",
+        "clients cannot make up series by their priorities",
+        "gauge data",
+        reads_attributes("by_priority total"),
+    ),
+    relies_on(
         "server scheduler",
         "managers.io_struct:BaseReq",
         "read",

@@ -17,7 +17,15 @@ from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
-from fathom.runtime.sglang_host import attention_layers, bursts, devices, kv_schedule, seams, split_prefill
+from fathom.runtime.sglang_host import (
+    attention_layers,
+    bursts,
+    devices,
+    kv_schedule,
+    priorities,
+    seams,
+    split_prefill,
+)
 from fathom.runtime.sglang_host.beams import FathomBeams
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
@@ -108,6 +116,8 @@ class FathomScheduler(Scheduler):
 
     def init_metrics_reporter(self, *args: Any) -> None:
         super().init_metrics_reporter(*args)
+        if self.metrics_reporter.current_scheduler_metrics_enabled:
+            priorities.install(self.metrics_collector)
         if self.metrics_reporter.current_scheduler_metrics_enabled and self.ps.attn_tp_rank == 0:
             pool = self.tp_worker.model_runner.token_to_kv_pool
             spans = pool.spans if isinstance(pool, DepthKvPool) else 1

@@ -94,8 +94,9 @@ LEDGER: tuple[Seam, ...] = (
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.collect_metrics",
         "override",
-        "observes TTFT and TPOT",
+        "observes TTFT and TPOT; few priorities are labels",
         "state recv_obj i",
+        reads_attributes("priority custom_labels"),
     ),
     relies_on(
         SERVER,

@@ -1,6 +1,7 @@
-"""Labels of the counters of HTTP requests: whatever is asked for, there are as many as routes and methods."""
+"""Labels that clients could make up: of requests as many as routes and methods, of priorities a few."""
 
 from http import HTTPMethod
+from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -8,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server.labels import OTHER, endpoint_of
+
+torchvision_ops.declare()
+
+from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
+
+from fathom.runtime.sglang_host import priorities  # noqa: E402
+from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 APP = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -51,3 +60,27 @@ def test_labels_are_those_of_routes_and_methods(method, start, rest):
 )
 def test_a_request_is_counted_under_its_route(asked, counted):
     assert labels_of(*asked) == counted
+
+
+def test_clients_make_few_series_by_their_priorities(monkeypatch):
+    manager, seen = FathomTokenizerManager.__new__(FathomTokenizerManager), []
+    manager._priorities, manager.request_metrics = priorities.PriorityLabels(), None
+    monkeypatch.setattr(TokenizerManager, "collect_metrics", lambda _, s, *__: seen.append(s.obj.priority))
+    for priority in (*range(100), 7, 70):
+        state = SimpleNamespace(obj=SimpleNamespace(priority=priority, log_metrics=True))
+        manager.collect_metrics(state, None, 0)
+        assert state.obj.priority == priority
+    assert seen == [*range(16)] + ["other"] * 84 + [7, "other"]
+
+
+def test_queues_have_few_series_by_priority(monkeypatch):
+    logged, collector = [], priorities.FathomCollector.__new__(priorities.FathomCollector)
+    monkeypatch.setattr(
+        priorities.SchedulerMetricsCollector, "_log_gauge_queue_count", lambda _, __, d: logged.append(d)
+    )
+    collector.priorities, count = priorities.PriorityLabels(), priorities.QueueCount
+    met = dict.fromkeys(range(64), 1)
+    for data in (count(5), count(64, met), count(9, {None: 2, 3: 3, 99: 4}), count(0, {})):
+        collector._log_gauge_queue_count(None, data)
+    folded = count(64, dict.fromkeys(range(16), 1) | {"other": 48})
+    assert logged == [count(5), folded, count(9, {3: 3, "other": 6}), count(0, {})]
