@@ -82,7 +82,7 @@ class RequestMetrics:
         )
         self._kept = Counter(
             "fathom:request_kept_tokens_total",
-            "Prompt tokens of finished requests that were computed, averaged over the layers.",
+            "Prompt tokens of finished requests that were computed, cached ones too, averaged over the layers.",
             LABELS,
         )
         self._drafted = Counter(
