@@ -111,7 +111,7 @@ def launch(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
-    from fathom.runtime.sglang_host import forking
+    from fathom.runtime.sglang_host import forking, redact
     from fathom.server import children, chunks, detokenize, ending, keys, labels, messages, ollama, responses
     from fathom.server.drain import ServingTokenizerManager
 
@@ -148,6 +148,7 @@ def launch(
 
     protect.install()
     keys.install()
+    redact.install()
     labels.install()
     responses.install()
     messages.install()

@@ -347,13 +347,15 @@ def _verify_seams() -> None:
 
 def _server_args(words: list[str], options: EngineOptions) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
-    from fathom.runtime.sglang_host import engine_args
+    from fathom.runtime.sglang_host import engine_args, redact
 
     checks.refuse_abbreviations(words, engine_args.options())
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return engine_args.build(words, options.depth_span, options.shallow_factor)
+            args = engine_args.build(words, options.depth_span, options.shallow_factor)
+        args._launch_command = redact.command(words)
+        return args
     except SystemExit:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None

@@ -84,6 +84,20 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "server_args:ServerArgs.resolved_dict",
+        "replace",
+        "keys are not told to who may read the other arguments",
+        "",
+    ),
+    relies_on(
+        SERVER,
+        "server_args:ServerArgs.launch_command",
+        "read",
+        "the command line that is told is ours, without keys",
+        check=lambda found: reads_attributes("_launch_command")(found.fget),
+    ),
+    relies_on(
+        SERVER,
         "utils.common:_get_fastapi_request_path",
         "replace",
         "a path that a client made up is no label of a counter",

@@ -23,6 +23,7 @@ from fathom.runtime.sglang_host import (
     devices,
     kv_schedule,
     priorities,
+    redact,
     seams,
     split_prefill,
 )
@@ -249,6 +250,7 @@ class FathomScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         output = super().get_internal_state(recv_req)
+        output.internal_state = redact.arguments(output.internal_state)
         output.internal_state["fathom"] = self.fathom_state()
         return output
 

@@ -6,12 +6,14 @@ import pytest
 
 from fathom.server.routes import CHAT, MESSAGES, error_body
 
+ADMIN_KEY = "of the operator"
 HELLO = [{"role": "user", "content": "Where is the red box?"}]
 
 
 @pytest.fixture(scope="module")
 def guarded(start_server, tiny_model):
-    return start_server(tiny_model, "--dtype", "float32", "--api-key", "k", "--max-body-mib", "1")
+    keys = ("--api-key", "k", f"--admin-api-key={ADMIN_KEY}")
+    return start_server(tiny_model, "--dtype", "float32", *keys, "--max-body-mib", "1")
 
 
 def test_a_key_is_asked_for_before_a_body_is_read(guarded):
@@ -38,6 +40,16 @@ def test_anthropic_clients_send_their_key_in_a_header_of_their_own(guarded):
     assert claude.messages.count_tokens(**ask).input_tokens > 3
     assert claude.messages.create(**ask, max_tokens=2).usage.output_tokens == 2
     assert httpx.post(guarded.url + CHAT, json={}, headers={"x-api-key": "k"}).status_code == 401
+
+
+def test_keys_are_not_told_to_who_has_one_of_them(guarded):
+    for path in ("/server_info", "/get_server_info", "/fathom/info"):
+        reply = httpx.get(guarded.url + path, headers={"authorization": "Bearer k"})
+        assert reply.status_code == 200 and ADMIN_KEY not in reply.text
+        assert '"k"' not in reply.text and "--api-key k" not in reply.text
+    told = httpx.get(guarded.url + "/server_info", headers={"authorization": "Bearer k"}).json()
+    assert told["admin_api_key"] == told["internal_states"][0]["api_key"] == "(hidden)"
+    assert "--api-key (hidden) --admin-api-key=(hidden)" in told["launch_command"]
 
 
 def test_a_body_over_the_limit(guarded):
