@@ -112,7 +112,18 @@ def launch(
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
     from fathom.runtime.sglang_host import forking, redact
-    from fathom.server import children, chunks, detokenize, ending, keys, labels, messages, ollama, responses
+    from fathom.server import (
+        children,
+        chunks,
+        detokenize,
+        ending,
+        keys,
+        labels,
+        messages,
+        ollama,
+        responses,
+        templates,
+    )
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -147,6 +158,7 @@ def launch(
         on_ready(http_server.get_global_state().scheduler_info)
 
     protect.install()
+    templates.install()
     keys.install()
     redact.install()
     labels.install()

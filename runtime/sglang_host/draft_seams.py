@@ -237,7 +237,7 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         SERVER,
         "entrypoints.openai.serving_chat:OpenAIServingChat._process_messages",
         "replace",
-        "makes the prompt of the chat, responses and messages routes",
+        "makes the prompt of the chat, responses, messages and tokenize routes",
         "request is_multimodal",
     ),
     relies_on(

@@ -42,6 +42,18 @@ def test_an_id_that_is_a_health_checks(server, route, body):
     assert server.client.get("/health_generate").status_code == 200
 
 
+@pytest.mark.parametrize("route", [CHAT, "/v1/responses", "/tokenize"])
+def test_a_template_of_the_clients_own_is_not_run(server, route):
+    """It would hold up the process that answers everybody for as long as it likes."""
+    values = {"chat_template_kwargs": {"chat_template": "{% for _ in range(99) %}x{% endfor %}", "y": 1}}
+    body = {"model": server.client.get("/v1/models").json()["data"][0]["id"], "max_tokens": 1}
+    turns = {"input" if route == "/v1/responses" else "messages": [{"role": "user", "content": "Where?"}]}
+    reply = server.client.post(route, json=body | turns | values)
+    assert reply.status_code == 400 and "chat_template_kwargs must not have chat_template" in reply.text
+    del values["chat_template_kwargs"]["chat_template"]
+    assert server.client.post(route, json=body | turns | values).status_code == 200
+
+
 def test_a_response_needs_no_model(server):
     for fathom in ({}, {"fathom": {"preset": "exact"}}):
         reply = server.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2} | fathom)
