@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgspec
+import regex
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -160,8 +161,9 @@ def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
 def _check_patterns(patterns: str | list[str] | None) -> None:
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
+            re.compile(pattern)  # SGLang's measure of it
+            regex.compile(pattern)  # looks for it
+        except (re.error, regex.error, RecursionError, OverflowError) as error:
             raise ValueError(f"stop_regex {pattern[:40]!r} is not a regular expression: {error}") from None
 
 

@@ -16,6 +16,21 @@ def _asks_for_the_endpoint(function: Any) -> bool:
 HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SCHEDULER,
+        "managers.schedule_batch:Req._check_str_based_finish",
+        "replace",
+        "a pattern that takes too long ends its own request",
+        "new_accepted_len",
+        reads_attributes("re search error finished_reason"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:re",
+        "replace",
+        "patterns are looked for within a time limit",
+        check=lambda module: hasattr(module, "search") and hasattr(module, "error"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.scheduler:Scheduler.init_request_dispatcher",
         "override",
         "a control request that fails is answered and does not end the scheduler",

@@ -34,6 +34,7 @@ ILLEGAL = [
     ({"stop": ["a", ""]}, "stop must not have an empty text"),
     ({"stop_regex": ""}, "stop_regex must not have an empty text"),
     ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
+    ({"stop_regex": "[[:none:]]"}, "stop_regex '[[:none:]]' is not a regular expression"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
 
