@@ -69,12 +69,15 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
 
 
 def check_id(rid: Any) -> None:
-    """Refuse a request's id that the scheduler would take for a health check's, and not answer while busy.
+    """Refuse a request's id by which it cannot be aborted when its client goes, and one that the scheduler would
+    take for a health check's, and not answer while busy.
 
     Raises:
         ValueError: naming the field.
     """
     for each in rid if isinstance(rid, list) else [rid]:
+        if each == "":
+            raise ValueError("rid must not be empty")
         if isinstance(each, str) and each.startswith(HEALTH_CHECK_RID_PREFIX):
             raise ValueError(f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}, which is for health checks")
 

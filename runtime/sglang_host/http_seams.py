@@ -16,6 +16,14 @@ def _asks_for_the_endpoint(function: Any) -> bool:
 HTTP_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler.abort_request",
+        "override",
+        "nobody's request is aborted for the beginning of its id",
+        "recv_req",
+        reads_attributes("chunked_req waiting_queue grammar_manager collect_inflight_reqs startswith"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.schedule_batch:Req._check_str_based_finish",
         "replace",
         "a pattern that takes too long ends its own request",

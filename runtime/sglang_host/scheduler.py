@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import sglang
 import torch
-from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_serving
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
 from fathom.runtime.sglang_host import (
+    aborts,
     attention_layers,
     bursts,
     devices,
@@ -204,6 +205,12 @@ class FathomScheduler(Scheduler):
         if self.engine_metrics is not None:  # first: SGLang's may sleep until the next request
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
         super().on_idle()
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        queued = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
+        requests = {*queued, *self.collect_inflight_reqs(), *filter(None, [self.chunked_req])}
+        with aborts.alone(recv_req, requests):
+            super().abort_request(recv_req)
 
     def _release_aborted_request(self, req: Req) -> None:
         super()._release_aborted_request(req)

@@ -42,6 +42,13 @@ def test_an_id_that_is_a_health_checks(server, route, body):
     assert server.client.get("/health_generate").status_code == 200
 
 
+def test_an_id_without_a_character(server):
+    """No abort names it: the generation would go on when its client has gone."""
+    for body in ({"text": "a", "rid": ""}, {"text": ["a", "b"], "rid": ["x", ""]}):
+        reply = server.client.post(GENERATE, json=body)
+        assert reply.status_code == 400 and "rid must not be empty" in reply.text
+
+
 @pytest.mark.parametrize("route", [CHAT, "/v1/responses", "/tokenize"])
 def test_a_template_of_the_clients_own_is_not_run(server, route):
     """It would hold up the process that answers everybody for as long as it likes."""
