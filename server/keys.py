@@ -8,9 +8,18 @@ from fathom.server.routes import GENERATES, MESSAGES, path_of
 REASONS = {401: "the API key is missing or wrong", 403: "the API key does not allow this"}
 
 
+FOR_ADMINISTRATORS = ("load_lora_adapter_from_tensors", "set_trace_level")
+"""SGLang's routes that change the server, but are open to who may send requests."""
+
+
 def install() -> None:
     """Put our middleware around SGLang's check of keys, which it adds when it starts."""
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import auth
+
+    for route in http_server.app.routes:
+        if getattr(route, "path", "").removeprefix("/") in FOR_ADMINISTRATORS:
+            auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
 
     add_check = auth.add_api_key_middleware
 

@@ -52,6 +52,18 @@ def test_keys_are_not_told_to_who_has_one_of_them(guarded):
     assert "--api-key (hidden) --admin-api-key=(hidden)" in told["launch_command"]
 
 
+@pytest.mark.parametrize(
+    "route", ["/load_lora_adapter_from_tensors", "/set_trace_level?level=0", "/flush_cache"]
+)
+def test_routes_that_change_the_server_are_the_administrators(guarded, route):
+    adapter = {"lora_name": "a", "config_dict": {}, "serialized_named_tensors": ["AAAA"]}
+    status = {}
+    for key in ("k", ADMIN_KEY):
+        reply = httpx.post(guarded.url + route, json=adapter, headers={"authorization": f"Bearer {key}"})
+        status[key] = reply.status_code
+    assert status["k"] == 401 != status[ADMIN_KEY]
+
+
 def test_a_body_over_the_limit(guarded):
     headers = {"authorization": "Bearer k"}
     reply = httpx.post(guarded.url + CHAT, json={"messages": "x" * (1 << 20)}, headers=headers)
