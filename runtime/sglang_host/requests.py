@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
+from fathom.runtime.cache_key import CACHE_KEY_PREFIX
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY
 from fathom.runtime.fastkv.step import config_of as fastkv_config
 from fathom.runtime.fastkv.step import propagation_step, retention
@@ -89,15 +90,19 @@ def ends_of(request: Req) -> frozenset[int]:
 
 
 def separate_cache_key(request: Req) -> None:
-    """Keep a prompt that stays whole under a selecting policy apart from the prompts that do not."""
+    """Keep a prompt that stays whole under a selecting policy apart from the prompts that do not.
+
+    What says so stands before the client's own part of the key, which could say the same, and where no client's key
+    may begin.
+    """
     key, policy = request.extra_key or "", policy_of(request)
-    suffix = ""
+    prefix = CACHE_KEY_PREFIX
     if specprefill_of(request).keep_rate != 1 and not is_judged(request):
-        suffix += WHOLE_KEY
+        prefix += WHOLE_KEY
     if policy.get("tsp_rate", 1.0) != 1 and not _propagates(request):
-        suffix += UNPROPAGATED_KEY
-    if suffix and not key.endswith(suffix):
-        request.extra_key = key + suffix
+        prefix += UNPROPAGATED_KEY
+    if prefix != CACHE_KEY_PREFIX and not key.startswith(prefix):
+        request.extra_key = prefix + key.removeprefix(CACHE_KEY_PREFIX)
 
 
 def _propagates(request: Req) -> bool:

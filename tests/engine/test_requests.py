@@ -6,11 +6,12 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from fathom.runtime import cost
+from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Limits, Policy, PolicyError, choose
 from fathom.runtime.kv.memory import pages_held
 from fathom.runtime.sglang_host import kv_schedule, requests
@@ -29,14 +30,16 @@ FIELDS = st.fixed_dictionaries(
 )
 LENGTHS = st.sampled_from([1, 8, 9, 9, 10, 17, 64, 99, 100, 150, BUFFER, BUFFER + 1, 260])
 """A window is 8 tokens; an anchor above makes it 9."""
+CLIENT_KEYS = st.sampled_from(["", "a", requests.WHOLE_KEY, requests.UNPROPAGATED_KEY])
+WHOLE_AND_JUDGED = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 100}
 
 
 class Request:
-    def __init__(self, policy, prompt, protected):
+    def __init__(self, policy, prompt, protected, client_key=""):
         custom = {POLICY_KEY: policy.to_wire(), PROTECTED_KEY: protected}
         self.sampling_params = SimpleNamespace(custom_params=custom)
         self.origin_input_ids = [7] * prompt
-        self.extra_key = policy.fingerprint()
+        self.extra_key = cache_key(client_key, policy)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,19 +59,22 @@ def policy_of(fields):
         assume(False)
 
 
-@given(FIELDS, st.lists(st.tuples(LENGTHS, st.booleans()), min_size=2, max_size=5))
+@given(FIELDS, st.lists(st.tuples(LENGTHS, st.booleans(), CLIENT_KEYS), min_size=2, max_size=5))
+@example(WHOLE_AND_JUDGED, [(64, False, ""), (150, False, requests.WHOLE_KEY)])
+@example({"tsp_rate": 0.5}, [(8, False, ""), (150, False, requests.UNPROPAGATED_KEY)])
 @settings(max_examples=120)
 def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts):
     """A hit is read at all spans that its reader shares: whoever left it there must have had as many. What is
-    protected may lie behind the end of a prompt that was truncated."""
+    protected may lie behind the end of a prompt that was truncated. Clients may give any key."""
     policy, depths = policy_of(fields), {}
-    for length, protected in prompts:
-        request = Request(policy, length, [[0, length + 9], [length + 1, length + 5]] if protected else [])
+    for length, protected, client_key in prompts:
+        spans = [[0, length + 9], [length + 1, length + 5]] if protected else []
+        request = Request(policy, length, spans, client_key)
         requests.separate_cache_key(request)
         plan, key = requests.plan_of(request, LAYERS, SPAN), request.extra_key
         assert depths.setdefault(key, plan.shared_spans) == plan.shared_spans
         assert requests.is_judged(request) == (plan.shared_spans == 0)
-        unpropagated = policy.tsp_rate == 1 or key.endswith(requests.UNPROPAGATED_KEY)
+        unpropagated = policy.tsp_rate == 1 or requests.UNPROPAGATED_KEY in key.removesuffix(client_key)
         assert unpropagated == (plan.propagation is None)
         too_long = length > BUFFER
         assert requests.propagation_skipped(request) == (too_long and policy.tsp_rate != 1)
@@ -77,7 +83,7 @@ def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts)
         requests.separate_cache_key(request)  # after the request was taken back
         assert request.extra_key == key
     if not policy.drops_tokens:
-        assert depths.keys() == {policy.fingerprint()}
+        assert depths.keys() == {cache_key(client_key, policy) for _, _, client_key in prompts}
 
 
 class EmptyPool:
