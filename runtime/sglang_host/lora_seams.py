@@ -23,7 +23,7 @@ LORA_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.schedule_batch:Req.__init__",
         "read",
-        "an adapter is part of the prefix cache's key, behind ours",
+        "puts an adapter's id at the end of the prefix cache's key, from where we move it",
         None,
         reads_attributes("lora_id extra_key"),
     ),

@@ -20,6 +20,8 @@ WHOLE_KEY = "whole/"
 """In the prefix cache's key of a prompt that its policy leaves whole: others of that policy keep less KV."""
 UNPROPAGATED_KEY = "unpropagated/"
 """The same, where FastKV does not select from the prompt, which then has shared KV at all layers."""
+ADAPTER_KEY = "adapter/"
+"""Before the id of a LoRA adapter, which SGLang puts behind the client's part of the key."""
 
 
 def policy_of(request: Req) -> dict[str, Any]:
@@ -90,19 +92,21 @@ def ends_of(request: Req) -> frozenset[int]:
 
 
 def separate_cache_key(request: Req) -> None:
-    """Keep a prompt that stays whole under a selecting policy apart from the prompts that do not.
+    """Keep a prompt that stays whole under a selecting policy apart from those that do not, and each adapter's.
 
     What says so stands before the client's own part of the key, which could say the same, and where no client's key
     may begin.
     """
-    key, policy = request.extra_key or "", policy_of(request)
+    key, policy, adapter = request.extra_key or "", policy_of(request), request.lora_id or ""
     prefix = CACHE_KEY_PREFIX
+    if adapter:
+        prefix += f"{ADAPTER_KEY}{adapter}/"
     if specprefill_of(request).keep_rate != 1 and not is_judged(request):
         prefix += WHOLE_KEY
     if policy.get("tsp_rate", 1.0) != 1 and not _propagates(request):
         prefix += UNPROPAGATED_KEY
     if prefix != CACHE_KEY_PREFIX and not key.startswith(prefix):
-        request.extra_key = prefix + key.removeprefix(CACHE_KEY_PREFIX)
+        request.extra_key = prefix + key.removesuffix(adapter).removeprefix(CACHE_KEY_PREFIX)
 
 
 def _propagates(request: Req) -> bool:

@@ -11,6 +11,7 @@ from conftest import save_random_model
 from greedy import body_of
 from interpreted import NEW_TOKENS, POLICIES, SERVED, Oracle, prompt_of
 from noisy import draft_flags
+from sglang.srt.lora.lora_registry import LoRARef
 from transformers import AutoModelForCausalLM
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
@@ -87,6 +88,16 @@ def test_every_mechanism_with_every_adapter(server, oracles):
     texts = [tuple(answer["output_ids"]) for answer in answers]
     assert len(set(texts)) == len(texts)  # no prompt has the same answer with another adapter
     assert server.engine()["ended_rows"] > 0 and server.engine()["lacking"] == {}
+
+
+def test_a_client_cannot_take_an_adapters_place_in_the_prefix_cache(server, oracles, saved):
+    """Its id there follows from its name and folder, which /v1/models tells."""
+    server.flush()
+    ask(server, "dense", None, extra_key=LoRARef.deterministic_id("a", str(saved["a"][0])))
+    answer = ask(server, "dense", "a", extra_key="")
+    assert answer["meta_info"]["cached_tokens"] == 0
+    oracles["a"].check("dense", answer)
+    assert ask(server, "dense", "a")["meta_info"]["cached_tokens"] > 0
 
 
 def test_more_adapters_than_places(server, oracles, saved):

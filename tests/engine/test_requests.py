@@ -35,6 +35,8 @@ WHOLE_AND_JUDGED = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 100}
 
 
 class Request:
+    lora_id = None
+
     def __init__(self, policy, prompt, protected, client_key=""):
         custom = {POLICY_KEY: policy.to_wire(), PROTECTED_KEY: protected}
         self.sampling_params = SimpleNamespace(custom_params=custom)
@@ -84,6 +86,20 @@ def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts)
         assert request.extra_key == key
     if not policy.drops_tokens:
         assert depths.keys() == {cache_key(client_key, policy) for _, _, client_key in prompts}
+
+
+@pytest.mark.parametrize("fields", [{}, {"depth_cutoff": 6}, WHOLE_AND_JUDGED])
+def test_an_adapters_key_is_no_clients(fields):
+    policy, keys = policy_of(fields), set()
+    for adapter, client_key in itertools.product((None, "b", "c"), ("", "a", "b", "ab", "adapter/b/")):
+        request = Request(policy, 64, [], client_key)
+        if adapter:  # as SGLang makes it
+            request.lora_id, request.extra_key = adapter, (request.extra_key or "") + adapter
+        requests.separate_cache_key(request)
+        keys.add(key := request.extra_key)
+        requests.separate_cache_key(request)
+        assert request.extra_key == key
+    assert len(keys) == 15
 
 
 class EmptyPool:
