@@ -20,6 +20,9 @@ from fathom.server.refusals import INTERNAL_FIELDS, MAX_GENERATIONS
 
 MAX_TOP_LOGPROBS = 1024
 
+MAX_BATCH = 4096
+"""Most generations of one request. Each is made ready before any of them begins, and all others wait meanwhile."""
+
 INT64 = (-(1 << 63), (1 << 63) - 1)
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
@@ -57,6 +60,7 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     sampling = obj.sampling_params
     for params in sampling if isinstance(sampling, list) else [sampling]:
         check_sampling(params or {}, vocabulary)
+    _check_batch(obj)
     _check_members(obj)
     _check_ids("input_ids", obj.input_ids, vocabulary)
     _check_ids("token_ids_logprob", obj.token_ids_logprob, vocabulary)
@@ -125,6 +129,15 @@ def prompts_of(obj: GenerateReqInput) -> int | None:
     for _ in range(nested):
         inner = inner[0] if inner else None
     return len(given) if isinstance(inner, list) else None
+
+
+def _check_batch(obj: GenerateReqInput) -> None:
+    sampling = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]
+    each = max(((params or {}).get("n") or 1 for params in sampling), default=1)
+    if (asked := (prompts_of(obj) or 1) * each) > MAX_BATCH:
+        raise ValueError(
+            f"a request must be for at most {MAX_BATCH} generations (prompts times n), got {asked}"
+        )
 
 
 def _why_not(value: Any, kind: Any) -> str:

@@ -121,8 +121,9 @@ class FathomTokenizerManager(TokenizerManager):
                     names = context.model, self.served_model_name, self.lora_ref_cache
                     obj.lora_path = adapter_of(obj.lora_path, *names)
             except ValueError:
-                # What SGLang does two seconds after the end of a stream needs a normalized request.
-                obj.sampling_params = {}  # may be what cannot be normalized
+                # What SGLang does two seconds after the end of a stream needs a normalized request, which this one
+                # may not become, or not in a short time.
+                vars(obj).update(vars(GenerateReqInput(text="", stream=obj.stream)))
                 obj.normalize_batch_and_arguments()
                 raise
         stream = super().generate_request(obj, request)

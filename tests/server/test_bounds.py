@@ -39,6 +39,25 @@ ILLEGAL = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "legal"),
+    [
+        ({"text": ["a"] * 4096}, {}, True),
+        ({"text": ["a"] * 4097}, {}, False),
+        ({"input_ids": [[1]] * 32}, {"n": 128}, True),
+        ({"input_ids": [[1]] * 33}, {"n": 128}, False),
+        ({"text": ["a"] * 64}, [{"n": 65}] * 64, False),
+    ],
+)
+def test_a_batch_is_bounded(prompts, sampling, legal):
+    asked = GenerateReqInput(**prompts, sampling_params=sampling)
+    if legal:
+        bounds.check(asked, VOCABULARY)
+    else:
+        with pytest.raises(ValueError, match=r"at most 4096 generations \(prompts times n\), got "):
+            bounds.check(asked, VOCABULARY)
+
+
 @pytest.mark.parametrize("params", LEGAL)
 def test_what_sglang_takes_is_left_as_it_is(params):
     before = dict(params)
