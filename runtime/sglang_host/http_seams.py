@@ -143,6 +143,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.openai.serving_responses:OpenAIServingResponses.create_responses",
+        "replace",
+        "no response takes a stored one's place",
+        "request raw_request",
+        reads_attributes("request_id response_store"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.openai.serving_responses:OpenAIServingResponses.responses_full_generator",
         "replace",
         "what the engine refuses keeps its status",
