@@ -138,6 +138,8 @@ class FathomTokenizerManager(TokenizerManager):
                 if context is not None:
                     context.collect(output)
                 yield output
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
         except TypeError as error:
             # SGLang hands sampling parameters on as keywords, and answers an unknown one with status 500.
             if found := _UNKNOWN_PARAMETER.search(str(error)):

@@ -42,6 +42,15 @@ def test_an_id_that_is_a_health_checks(server, route, body):
     assert server.client.get("/health_generate").status_code == 200
 
 
+def test_what_is_nested_too_deeply(server):
+    deep = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1, "custom_params": deep}}
+    reply = server.client.post(GENERATE, json=body)
+    assert reply.status_code == 400 and "nested too deeply" in reply.text
+
+
 def test_an_id_without_a_character(server):
     """No abort names it: the generation would go on when its client has gone."""
     for body in ({"text": "a", "rid": ""}, {"text": ["a", "b"], "rid": ["x", ""]}):
