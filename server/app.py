@@ -121,6 +121,7 @@ def launch(
         labels,
         messages,
         ollama,
+        quiet,
         responses,
         templates,
     )
@@ -157,6 +158,7 @@ def launch(
         ready.set()
         on_ready(http_server.get_global_state().scheduler_info)
 
+    quiet.guard_log()
     protect.install()
     templates.install()
     keys.install()

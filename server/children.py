@@ -13,6 +13,7 @@ def _prepare(server_args: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
     # A terminal sends Ctrl-C to every process; the HTTP process stops the others when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    quiet.guard_log()
     if server_args.log_level == "warning":
         quiet.hush_loggers()
 

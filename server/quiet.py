@@ -13,6 +13,14 @@ LOGGERS = (
     "sglang.srt.entrypoints.openai.serving_rerank",  # a chat model has no rerank tokens
     "sglang.srt.models.registry",  # model files whose optional packages are not installed
 )
+GRAMMARS = ("sglang.srt.constrained.grammar_manager", "sglang.srt.constrained.xgrammar_backend")
+"""Loggers that write out a client's whole grammar if it does not compile; another one says why it does not."""
+REFUSALS = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.schedule_batch")
+"""Loggers of what was wrong with a client's request, in which its own words are."""
+REFUSED = ("[http_server] Error: ", "Invalid request", "Failed to compile", "Grammar preprocessing timed out")
+RETOLD = "The JSON string is:"
+"""Behind these words the grammar's compiler repeats what it was given."""
+LONGEST_REFUSAL = 500
 FORMATS = ("sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.anthropic.serving")
 """Loggers of routes that log an illegal request with its traceback."""
 KERNEL_MODULES = (
@@ -26,6 +34,23 @@ def hush_loggers() -> None:
     """Let the loggers in ``LOGGERS`` report errors only, in this process."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def guard_log() -> None:
+    """Keep what clients send from filling this process's log, and from passing for lines of it."""
+    for name in GRAMMARS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in REFUSALS:
+        logging.getLogger(name).addFilter(on_one_line)
+
+
+def on_one_line(record: logging.LogRecord) -> bool:
+    """Log filter: a refusal is one line of bounded length."""
+    message = record.getMessage()
+    if message.startswith(REFUSED):
+        message = " ".join(message.partition(RETOLD)[0].split())
+        record.msg, record.args = message[:LONGEST_REFUSAL], None
+    return True
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

@@ -207,6 +207,8 @@ class FathomScheduler(Scheduler):
         super().on_idle()
 
     def abort_request(self, recv_req: AbortReq) -> None:
+        if not (recv_req.abort_all or recv_req.rid):
+            return  # every id begins with none
         queued = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
         requests = {*queued, *self.collect_inflight_reqs(), *filter(None, [self.chunked_req])}
         with aborts.alone(recv_req, requests):

@@ -68,7 +68,7 @@ def test_the_one_that_is_named(monkeypatch, scheduler, rid):
     assert {*ids, rid} == {"b1", "b10", "b", "c1", "c10", "c", rid}
 
 
-@pytest.mark.parametrize("rid", ["a", "d", "x"])
+@pytest.mark.parametrize("rid", ["a", "d", "x", ""])
 def test_the_beginning_of_an_id_names_none(scheduler, rid):
     scheduler.abort_request(AbortReq(rid=rid))
     assert ended(scheduler) == set()

@@ -123,3 +123,16 @@ def test_what_the_engine_refuses_has_no_log_probabilities(server, route, body):
     assert "Failed to compile" in streamed.text
     assert server.process.poll() is None
     assert "Traceback" not in server.log.read_text()
+
+
+def test_the_log_is_not_the_clients(server):
+    """Neither lines of it that pass for the server's, nor all that was sent."""
+    reply = server.client.post(GENERATE, json={"text": "a", "session_params": {"id": "x\nFORGED"}})
+    assert reply.status_code == 400
+    for name, grammar in {"json_schema": '["QUOTED"', "ebnf": "QUOTED" * 9}.items():
+        reply = server.client.post(GENERATE, json={"text": "a", "sampling_params": {name: grammar}})
+        assert reply.status_code == 400
+    log = server.log.read_text()
+    assert "session id x FORGED does not exist" in log
+    assert not any(line.startswith("FORGED") for line in log.splitlines())
+    assert "Failed to compile json grammar" in log and "QUOTED" not in log
