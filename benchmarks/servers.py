@@ -159,7 +159,16 @@ def stop(processes: list[subprocess.Popen]) -> None:
     for member in members:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(members, timeout=_STOP_GRACE)
+    deadline = time.monotonic() + _STOP_GRACE
+    while not all(map(_has_ended, members)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or a zombie: one that is not ours stays that until its parent looks for it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 @contextlib.contextmanager

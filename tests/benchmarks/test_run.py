@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from fathom.benchmarks import (
     args,
@@ -22,6 +23,7 @@ from fathom.benchmarks import (
     paper_tables,
     prompts,
     report,
+    servers,
     sfi_kernels,
     soak,
     variants,
@@ -338,15 +340,25 @@ def test_no_server_outlives_the_bench(tmp_path, number, code):
         while not (log.exists() and "asked" in log.read_text()):
             assert run.poll() is None
             time.sleep(0.1)
-        servers = leftovers()
-        assert servers
+        started = leftovers()
+        assert started
         run.send_signal(number)
         assert run.wait(30) == code
-        psutil.wait_procs(servers, timeout=10)
-        assert leftovers() == []
+        wait_until(lambda: all(map(servers._has_ended, started)), 10)
         assert not (tmp_path / "out.json").exists()
     finally:
         run.kill()
+
+
+def test_nobody_waits_for_a_zombie():
+    """A killed server's children are that until who inherits them looks, some seconds later in some containers."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = psutil.Process(child.pid)
+        assert not servers._has_ended(process)
+        process.kill()
+        wait_until(lambda: servers._has_ended(process), 10)
+        assert process.status() == psutil.STATUS_ZOMBIE
+    assert servers._has_ended(process)
 
 
 def test_prompts_are_new_each_round_and_the_same_for_each_server():
