@@ -22,7 +22,7 @@ def install(options: EngineOptions) -> None:
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
-    from fathom.runtime.sglang_host import adapter_files, gloo, penalties, seeds
+    from fathom.runtime.sglang_host import adapter_files, gloo, penalties, seeds, stop_patterns
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
@@ -36,6 +36,7 @@ def install(options: EngineOptions) -> None:
     seeds.install(ours)
     adapter_files.install()
     penalties.install()
+    stop_patterns.install()
     if ours:
         from sglang.srt.mem_cache import registry
 

@@ -27,7 +27,6 @@ from fathom.runtime.sglang_host import (
     redact,
     seams,
     split_prefill,
-    stop_patterns,
 )
 from fathom.runtime.sglang_host.beams import FathomBeams
 from fathom.runtime.sglang_host.control import GuardedDispatcher
@@ -114,7 +113,6 @@ class FathomScheduler(Scheduler):
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
-        stop_patterns.install()
         if self.tp_worker.puts_out_bursts:
             self.batch_result_processor = bursts.install(self.batch_result_processor)
 
