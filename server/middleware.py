@@ -15,6 +15,7 @@ from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import MALFORMED, raised_by_body, rewrite
 from fathom.server.refusals import RequestError, refuse_illegal
+from fathom.server.responses import STORED
 from fathom.server.routes import (
     GENERATES,
     GENERATION_ROUTES,
@@ -35,9 +36,6 @@ PACKED = (
     "the weights of this model are packed for the CPU: they can be neither changed nor read while it is served; "
     "start the server again with the new model"
 )
-
-REMEMBERED_RESPONSES = 1024
-"""How many ``/v1/responses`` answers keep their account for a later retrieval."""
 
 
 class ClientGone(Exception):
@@ -113,7 +111,7 @@ class PolicyMiddleware:
 
     def _remember(self, response_id: str, context: RequestContext) -> None:
         self._responses[response_id] = context
-        while len(self._responses) > REMEMBERED_RESPONSES:
+        while len(self._responses) > STORED:
             self._responses.popitem(last=False)
 
 

@@ -3,14 +3,54 @@
 SGLang keeps two tokens of the client's limit back, as it does of what is left of the context when the client names
 none. It takes 512 for what is left where it is less, and refuses the request for that. A full queue is status 400.
 A response may have an id of the client's choice (``request_id``), and takes the place of a stored one that has it.
+Stored ones, with the conversations before them, are never let go.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
 LEAST_ROOM = 512
 """Tokens that SGLang gives an answer without a limit, where the context may have fewer left."""
+
+STORED = 1024
+"""Most responses that a later request can name (``--enable-response-store``)."""
+
+
+class Recent(OrderedDict[str, Any]):
+    """Entries by their last use, of which the oldest go when there are too many.
+
+    Args:
+        most: how many there may be beside those that stay.
+        stays: whether an entry, by its key and value, is in use.
+    """
+
+    def __init__(self, most: int, stays: Callable[[str, Any], bool]):
+        super().__init__()
+        self._most, self._stays = most, stays
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > self._most:
+            oldest = next((each for each, held in self.items() if not self._stays(each, held)), None)
+            if oldest is None:
+                return
+            del self[oldest]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which counts as its use."""
+        if key not in self:
+            return default
+        self.move_to_end(key)
+        return self[key]
+
+
+def is_being_made(_: str, response: Any) -> bool:
+    """Whether a response of a background request is still to come."""
+    return response.status in ("queued", "in_progress")
 
 
 def install() -> None:
@@ -22,6 +62,19 @@ def install() -> None:
     to_sampling_params = ResponsesRequest.to_sampling_params
     answer_whole = OpenAIServingResponses.responses_full_generator
     create = OpenAIServingResponses.create_responses
+    begin = OpenAIServingResponses.__init__
+    history_of = OpenAIServingResponses._response_input_history
+
+    def with_bounds(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.response_store = Recent(STORED, is_being_made)
+        # Those of requests in flight, and of requests that failed, are among them.
+        self.msg_store = Recent(2 * STORED, lambda key, _: key in self.response_store)
+
+    def history(self: Any, request: Any) -> list[Any]:
+        if request.previous_response_id in self.msg_store or request.request_id not in self.msg_store:
+            return history_of(self, request)
+        return list(self.msg_store[request.request_id])  # as it was when the request came
 
     def with_limit(self: Any, default_max_tokens: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         params = to_sampling_params(self, default_max_tokens, *args, **kwargs)
@@ -43,6 +96,8 @@ def install() -> None:
             return self.create_error_response(message, param="request_id")
         return await create(self, request, raw_request)
 
+    OpenAIServingResponses.__init__ = with_bounds
+    OpenAIServingResponses._response_input_history = history
     OpenAIServingResponses.create_responses = beside_others
     ResponsesRequest.to_sampling_params = with_limit
     OpenAIServingResponses.responses_full_generator = with_status
