@@ -72,14 +72,16 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     _check_host(obj.bootstrap_host)
 
 
-def check_id(rid: Any) -> None:
-    """Refuse a request's id by which it cannot be aborted when its client goes, and one that the scheduler would
-    take for a health check's, and not answer while busy.
+def check_clients(obj: GenerateReqInput) -> None:
+    """Refuse to be in no metric, an id by which the request cannot be aborted when its client goes, and one that the
+    scheduler would take for a health check's, and not answer while busy.
 
     Raises:
         ValueError: naming the field.
     """
-    for each in rid if isinstance(rid, list) else [rid]:
+    if not obj.log_metrics:
+        raise ValueError("log_metrics must be true: every generation is counted")
+    for each in obj.rid if isinstance(obj.rid, list) else [obj.rid]:
         if each == "":
             raise ValueError("rid must not be empty")
         if isinstance(each, str) and each.startswith(HEALTH_CHECK_RID_PREFIX):

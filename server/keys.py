@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from starlette.routing import WebSocketRoute
+
 from fathom.server.admission import refuse
 from fathom.server.routes import GENERATES, MESSAGES, path_of
 
@@ -13,11 +15,16 @@ FOR_ADMINISTRATORS = ("load_lora_adapter_from_tensors", "set_trace_level")
 
 
 def install() -> None:
-    """Put our middleware around SGLang's check of keys, which it adds when it starts."""
+    """Put our middleware around SGLang's check of keys, which it adds when it starts.
+
+    That check lets every WebSocket pass; their one route, of speech, is taken away.
+    """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import auth
 
-    for route in http_server.app.routes:
+    routes = http_server.app.router.routes
+    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
+    for route in routes:
         if getattr(route, "path", "").removeprefix("/") in FOR_ADMINISTRATORS:
             auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
 

@@ -22,6 +22,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Policy
+from fathom.runtime.sglang_host.control import reason_of
 from fathom.runtime.sglang_host.priorities import PriorityLabels
 from fathom.server import bounds
 from fathom.server.adapters import Adapters, adapter_of
@@ -68,6 +69,13 @@ class FathomTokenizerManager(TokenizerManager):
             if isinstance(member, FanOutCommunicator):
                 member.__class__ = ControlCommunicator
 
+    def _handle_open_session_req_output(self, recv_obj: Any) -> None:
+        future = self.session_futures.get(recv_obj.session_id)
+        if (reason := reason_of(recv_obj)) is not None and future is not None and not future.done():
+            future.set_exception(ControlError(reason))
+        else:
+            super()._handle_open_session_req_output(recv_obj)
+
     def init_lora(self) -> None:
         super().init_lora()
         self.lora_registry = Adapters(
@@ -113,7 +121,7 @@ class FathomTokenizerManager(TokenizerManager):
             policy = context.policy if context else self.face.default
             try:
                 if clients:
-                    bounds.check_id(obj.rid)
+                    bounds.check_clients(obj)
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())

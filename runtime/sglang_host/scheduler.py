@@ -41,6 +41,7 @@ from fathom.runtime.sglang_host.requests import (
     separate_cache_key,
     uses_draft,
 )
+from fathom.runtime.sglang_host.sessions import FathomSessions
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -95,6 +96,10 @@ class FathomScheduler(Scheduler):
         notice = ignored_window(runner.model_config, attention_layers.window_of(runner))
         if notice and self.ps.tp_rank == 0:
             logger.warning(notice)
+
+    def init_running_status(self) -> None:
+        super().init_running_status()
+        self.session_controller = FathomSessions(self.tree_cache)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()

@@ -3,7 +3,11 @@
 import anthropic
 import httpx
 import pytest
+from sglang.srt.entrypoints import http_server
+from sglang.srt.utils import auth
+from starlette.routing import WebSocketRoute
 
+from fathom.server import keys
 from fathom.server.routes import CHAT, MESSAGES, error_body
 
 ADMIN_KEY = "of the operator"
@@ -85,3 +89,14 @@ def test_the_server_ends_cleanly(guarded):
     text = guarded.log.read_text()
     assert "Fathom is ready: http://127.0.0.1:" in text
     assert "Traceback" not in text and "leaked" not in text
+
+
+def test_there_is_no_websocket_of_which_no_key_would_be_asked(monkeypatch):
+    routes = list(http_server.app.router.routes)
+    monkeypatch.setattr(http_server.app.router, "routes", routes)
+    monkeypatch.setattr(auth, "add_api_key_middleware", auth.add_api_key_middleware)
+    sockets = [route for route in routes if isinstance(route, WebSocketRoute)]
+    others = [route for route in routes if route not in sockets]
+    assert sockets
+    keys.install()
+    assert http_server.app.router.routes == others

@@ -39,6 +39,16 @@ def test_an_id_that_is_a_health_checks(server, route, body):
     """The scheduler would drop it while it is busy, and its client wait for ever."""
     reply = server.client.post(route.strip(), json=body)
     assert reply.status_code == 400 and "rid must not begin with HEALTH_CHECK" in reply.text
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+def test_nobody_is_left_out_of_the_metrics(server, value):
+    given = {"text": "a", "log_metrics": value}
+    vertex = {"instances": [{"text": "a"}], "parameters": {"log_metrics": value}}
+    for path, body in ((GENERATE, given), ("/vertex_generate", vertex)):
+        reply = server.client.post(path, json=body)
+        assert reply.status_code == 400 and "log_metrics" in reply.text
+    assert server.client.get("/health_generate").status_code == 200  # which is in none
     assert server.client.get("/health_generate").status_code == 200
 
 

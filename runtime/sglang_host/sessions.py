@@ -1,0 +1,42 @@
+"""Sessions of clients, of which the engine keeps no more than it should.
+
+SGLang keeps every turn of a session until its client closes it, and any number of sessions: those of clients that
+went without a word stay as long as the server.
+"""
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import OpenSessionReqInput
+from sglang.srt.session.session_controller import Session, SessionController
+
+MOST_SESSIONS = 1024
+"""Most sessions that are open at a time."""
+
+
+class FathomSessions(SessionController):
+    """SGLang's sessions; where there would be too many, the one that waits longest for its next turn is closed.
+
+    Turns come to all of a model's processes in one order, so all of them close the same one.
+    """
+
+    def open(self, recv_req: OpenSessionReqInput) -> Any:
+        """As SGLang's.
+
+        Raises:
+            RuntimeError: when there are too many, and each has a turn that runs.
+        """
+        if recv_req.session_id not in self.sessions and len(self.sessions) >= MOST_SESSIONS:
+            waiting = (name for name, session in self.sessions.items() if self._waits(session))
+            if (longest := next(waiting, None)) is None:
+                raise RuntimeError(f"{MOST_SESSIONS} sessions are open, and each has a turn that runs")
+            self._close(longest)
+        return super().open(recv_req)
+
+    def get(self, session_id: str) -> Session | None:
+        """The session of a turn that came in."""
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            self.sessions[session_id] = session
+        return session
+
+    def _waits(self, session: Session) -> bool:
+        return not session._inflight and self._all_requests_finished(session)

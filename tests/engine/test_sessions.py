@@ -1,0 +1,94 @@
+"""Sessions: how many stay open, which one goes, and what its client and others are told."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers import io_struct
+from sglang.srt.session import session_controller
+
+from fathom.runtime.sglang_host.control import failure_of
+from fathom.runtime.sglang_host.sessions import MOST_SESSIONS, FathomSessions
+from fathom.server.errors import ControlError
+from fathom.server.tokenizer_manager import FathomTokenizerManager
+
+OPEN = {"capacity_of_str_len": 100_000}
+
+
+def opening(name):
+    return io_struct.OpenSessionReqInput(session_id=name, **OPEN)
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    monkeypatch.setattr(session_controller, "log_info_on_rank0", lambda *told: None)
+    tree = SimpleNamespace(release_radix_session=lambda name: None, release_session=lambda name: None)
+    controller = FathomSessions(tree)
+    for index in range(MOST_SESSIONS):
+        assert controller.open(opening(f"s{index}")).success
+    return controller
+
+
+def run_turn(session, finished):
+    request = SimpleNamespace(finished=lambda: finished, multimodal_inputs=None)
+    session.req_nodes["turn"] = session_controller.SessionReqNode(request)
+
+
+def test_the_session_that_waits_longest_makes_room(sessions):
+    run_turn(sessions.get("s0"), finished=True)  # used after all others
+    run_turn(sessions.sessions["s1"], finished=False)
+    sessions.sessions["s2"]._inflight = True
+    assert not sessions.open(opening("s3")).success  # is there, and closes none
+    assert len(sessions.sessions) == MOST_SESSIONS
+    assert sessions.open(opening("new")).success
+    assert set(sessions.sessions) == {f"s{i}" for i in range(MOST_SESSIONS) if i != 3} | {"new"}
+    assert list(sessions.sessions)[-2:] == ["s0", "new"]
+    assert sessions.get("s3") is None
+
+
+def test_sessions_whose_turns_run_are_never_closed_for_another(sessions):
+    for session in sessions.sessions.values():
+        run_turn(session, finished=False)
+    with pytest.raises(RuntimeError, match=f"{MOST_SESSIONS} sessions are open"):
+        sessions.open(opening("new"))
+    assert len(sessions.sessions) == MOST_SESSIONS and "new" not in sessions
+
+
+def test_who_opens_one_too_many_is_told_why():
+    manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    told = []
+    manager._dispatch_to_scheduler = lambda request: manager._handle_open_session_req_output(
+        failure_of(request, "why") if told else io_struct.OpenSessionReqOutput(session_id="a", success=True)
+    )
+    manager.auto_create_handle_loop = lambda: None
+    manager.session_futures = {}
+
+    async def both():
+        told.append(await manager.open_session(opening("a")))
+        await manager.open_session(opening("b"))
+
+    with pytest.raises(ControlError, match="why"):
+        asyncio.run(both())
+    assert told == ["a"] and manager.session_futures == {}
+
+
+def test_a_server_with_many_sessions_goes_on(server):
+    def turn(session, previous=None):
+        sampling = {"max_new_tokens": 2, "temperature": 0}
+        params = {"id": session} | ({"rid": previous} if previous else {})
+        body = {"text": "Where?", "sampling_params": sampling, "session_params": params}
+        reply = server.client.post("/generate", json=body)
+        return reply.status_code, reply.json()
+
+    used, left = (server.client.post("/open_session", json=OPEN).json() for _ in range(2))
+    status, first = turn(used)
+    assert status == 200
+    others = [server.client.post("/open_session", json=OPEN) for _ in range(MOST_SESSIONS - 1)]
+    assert {reply.status_code for reply in others} == {200}
+    status, second = turn(used, first["meta_info"]["id"])
+    assert status == 200
+    assert second["meta_info"]["prompt_tokens"] > first["meta_info"]["prompt_tokens"]
+    status, refused = turn(left)
+    assert status == 400 and "does not exist" in refused["error"]["message"]
+    for name in (used, *(reply.json() for reply in others)):
+        assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
