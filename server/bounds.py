@@ -73,7 +73,7 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
 
 
 def check_clients(obj: GenerateReqInput) -> None:
-    """Refuse to be in no metric, an id by which the request cannot be aborted when its client goes, and one that the
+    """Refuse to be in no metric, an id by which a request cannot be aborted when its client goes, and one that the
     scheduler would take for a health check's, and not answer while busy.
 
     Raises:
