@@ -6,6 +6,7 @@ One HTML document, made anew for every view: no script, nothing fetched from els
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from itertools import starmap
 from typing import Any
 
 from fathom.runtime import config
@@ -85,7 +86,7 @@ def document(
         *(_engine(number, state, age) for number, state in enumerate(states)),
         None
         if states
-        else el("p", "The scheduler has not answered yet: it is in its first steps.", class_="soft"),
+        else el("p", "The scheduler has not answered yet: it does between two of its steps.", class_="soft"),
         _generations(history, face.limits, now),
     )
     head = join(
@@ -192,14 +193,13 @@ def _engine(number: int, state: Mapping[str, Any], age: float | None) -> Html:
     if buffers := (state.get("slow_fast") or {}).get("buffers"):
         facts.append(f"{state['slow_fast']['buffers_in_use']} of {buffers} compact buffers in use")
     body = _depth_pages(pages, pool) if pages else _tokens(pool)
-    return join(el("h2", title), el("p", " · ".join(facts), class_="soft"), body)
+    return join(el("h2", title), el("p", _facts(facts), class_="soft"), body)
 
 
 def _depth_pages(pages: Mapping[str, Any], pool: Mapping[str, Any]) -> Html:
     total, span = max(pages["total"], 1), pages["span"]
     parts = [("held", pages["held"]), ("cached", pages["cached"])]
-    about = f"{pages['held']:,} held and {pages['cached']:,} cached of {pages['total']:,} depth pages"
-    about += f" (page size {pool.get('page_size', 1)} x {span} layers, {size(pages['page_bytes'])} each)"
+    about = f"{pages['held']:,} held, {pages['cached']:,} cached"
     rows = [el("tr", el("td", "all spans"), el("td", _bar(parts, total)), el("td", about))]
     for number, used in reversed(list(enumerate(pages["per_span"]))):
         first = number * span + 1
@@ -208,9 +208,14 @@ def _depth_pages(pages: Mapping[str, Any], pool: Mapping[str, Any]) -> Html:
         rows.append(
             el("tr", el("td", layers), el("td", bar), el("td", f"{used:,} in use, {percent(used / total)}"))
         )
-    key = el("p", el("span", class_="key k-held"), "held by requests", el("span", class_="key k-cached"),
-             "only in the prefix cache", el("span", class_="key k-computed"), "both, per span",
-             class_="soft keys")  # fmt: skip
+    pool_of = f"{pages['total']:,} depth pages of {pool.get('page_size', 1)} x {span} layers, "
+    pool_of += f"{size(pages['page_bytes'])} each:"
+    keys = (
+        ("held", "held by requests"),
+        ("cached", "only in the prefix cache"),
+        ("computed", "both, per span"),
+    )
+    key = el("p", pool_of, *starmap(_key, keys), class_="soft")
     return join(el("table", el("tbody", *rows), class_="pages"), key)
 
 
@@ -227,17 +232,35 @@ def _bar(parts: list[tuple[str, int]], total: int) -> Html:
     return el("div", *pieces, class_="bar", role="img", aria_label=about)
 
 
+def _key(kind: str, meaning: str) -> Html:
+    """What a colour of a bar means, on one line."""
+    return join(" ", el("span", el("span", class_=f"key k-{kind}"), meaning, class_="whole-line"))
+
+
+def _facts(facts: list[str]) -> Html:
+    """Facts in a row, none of which is broken at the end of a line."""
+    last = len(facts) - 1
+    spans = (
+        el("span", fact + (" ·" if n < last else ""), class_="whole-line") for n, fact in enumerate(facts)
+    )
+    return Html(" ".join(spans))
+
+
 def _generations(history: History, limits: config.Limits, now: float) -> Html:
     shown = list(history.finished)[-SHOWN:][::-1]
     title = el("h2", f"The last {len(shown)} generations" if shown else "No generation has ended yet")
     if not shown:
         return title
-    key = join(*(join(el("span", class_=f"key k-{name}"), text) for name, text in
-                 (("whole", "prompt"), ("computed", "computed"), ("kept", "KV kept"))))  # fmt: skip
+    keys = (("whole", "prompt"), ("computed", "computed"), ("kept", "KV kept"))
     cards = el("div", *(_card(generation, limits, now) for generation in shown), class_="cards")
     return join(
         title,
-        el("p", "One bar per span of layers, the first layers at the bottom:", key, class_="soft"),
+        el(
+            "p",
+            "One bar per span of layers, the first layers at the bottom:",
+            *starmap(_key, keys),
+            class_="soft",
+        ),
         cards,
     )
 
@@ -261,7 +284,7 @@ def _card(g: Finished, limits: config.Limits, now: float) -> Html:
         "article",
         el("p", el("b", g.preset), el("span", f" {g.route} · {now - g.end:.0f} s ago", class_="soft")),
         Html(picture.svg(stairs)) if stairs else None,
-        el("p", " · ".join(facts)),
+        el("p", _facts(facts)),
         el("p", asked, class_="soft policy") if asked else None,
         class_="card",
     )

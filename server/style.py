@@ -42,9 +42,9 @@ svg .whole { fill: var(--whole); }
 svg .computed { fill: var(--computed); }
 svg .kept { fill: var(--kept); }
 svg .label { fill: var(--soft); font: 11px system-ui, sans-serif; text-anchor: end; }
-.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; border-radius: 2px;
+.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .4rem; border-radius: 2px;
   vertical-align: -1px; }
-.keys > .key:first-child { margin-left: 0; }
+.whole-line { white-space: nowrap; }
 .k-whole { background: var(--whole); }
 .k-computed { background: var(--computed); }
 .k-kept, .k-held { background: var(--kept); }
