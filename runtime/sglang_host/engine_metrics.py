@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 REFRESH_SECONDS = 0.1
 """While steps follow each other, the series are written at most this often."""
@@ -31,6 +32,17 @@ def span_names(first_layer: int, layers: int, spans: int) -> list[str]:
     width = layers // spans
     begins = range(first_layer + 1, first_layer + layers + 1, width)
     return [f"{begin}-{begin + width - 1}" if width > 1 else str(begin) for begin in begins]
+
+
+def core_wait(thread: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds that the calling thread was ready to run since its start and waited for a core, as Linux counts them.
+
+    0 where the kernel does not.
+    """
+    try:
+        return int(thread.read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class EngineMetrics:
@@ -71,6 +83,11 @@ class EngineMetrics:
             "prefill_seconds": seconds.labels("target"),
         }
         self._counted = dict.fromkeys(self._seconds, 0.0)
+        self._waiting = Counter(
+            "fathom:core_wait_seconds_total",
+            "Time that the engine's main thread waited for a core, ready to run.",
+        )
+        self._waited = core_wait()
         self._written = 0.0
 
     @property
@@ -90,4 +107,7 @@ class EngineMetrics:
         for name, counter in self._seconds.items():
             counter.inc(totals[name] - self._counted[name])
             self._counted[name] = totals[name]
+        waited = core_wait()
+        self._waiting.inc(max(waited - self._waited, 0.0))
+        self._waited = waited
         self._written = time.monotonic()
