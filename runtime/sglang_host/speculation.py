@@ -218,7 +218,8 @@ class VerifyForward:
         self.pool_rows, self.lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
         self.drafted: dict[int, list[int]] = {p.index: p.tokens for p in proposals}
         self.logits: dict[int, torch.Tensor] = {}
-        self.adapters = [request.lora_id for request in batch.reqs]
+        beams = len(self.pool_rows) - len(batch.reqs)  # further rows, of requests that have no adapter
+        self.adapters = [request.lora_id for request in batch.reqs] + [None] * beams
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: "ForwardBatch", **_: Any

@@ -1,0 +1,53 @@
+"""Beam searches beside others: what they find is what they find alone, and nobody pays for them."""
+
+import random
+
+import pytest
+from noisy import draft_flags
+from waiting import held, wait_until
+
+ROWS, WIDTH, TOKENS = 4, 3, 40
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", str(ROWS))
+SEARCH = {"beam_width": WIDTH, "max_new_tokens": TOKENS, "ignore_eos": True}
+PLAIN = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model, close_draft):
+    return start_server(tiny_model, *FLAGS, *draft_flags(close_draft))
+
+
+def prompt_of(seed):
+    draw = random.Random(seed)
+    return [draw.randrange(6, 2000) for _ in range(50)]
+
+
+def ask(server, prompts, sampling, policy=None):
+    body = {"input_ids": prompts, "sampling_params": sampling, "fathom": policy or {}}
+    reply = server.client.post("/generate", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def found(answer):
+    """What the beams of an answer say."""
+    beams = [beam["output_ids"] for beam in answer["meta_info"]["beam_results"]]
+    assert all(len(beam) == TOKENS for beam in beams)
+    return beams
+
+
+@pytest.fixture(scope="module")
+def alone(server):
+    """A beam search on a server that does nothing else."""
+    return found(ask(server, prompt_of(0), SEARCH))
+
+
+def test_beside_requests_that_draft(server, alone):
+    """Their tokens are verified in steps that have rows of all beams."""
+    prompts = [prompt_of(seed) for seed in range(2)]
+    plain = ask(server, prompts[1], PLAIN)
+    search, drafted = ask(server, prompts, [SEARCH, PLAIN], {"speculative": True})
+    assert found(search) == alone
+    assert drafted["output_ids"] == plain["output_ids"]
+    assert drafted["meta_info"]["fathom"]["accepted_tokens"] > 0
+    wait_until(lambda: held(server) == 0)
