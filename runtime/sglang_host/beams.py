@@ -18,3 +18,11 @@ class FathomBeams(BeamCoordinator):
             run = custom[POLICY_KEY] | {"speculative": False}  # beams are never drafted for
             req.sampling_params.custom_params = custom | {POLICY_KEY: run}
         return refused
+
+
+def rows_to_take(request: Req) -> int:
+    """Rows of the engine's request table that a request takes when its prompt is computed: its own if it has none
+    yet, and one for each further beam."""
+    group = request.beam_group
+    others = group.beam_width - 1 if group is not None and group.member_rows is None else 0
+    return others + (not request.kv.holds_kv)

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache import allocation
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
+from fathom.runtime.sglang_host.beams import rows_to_take
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
@@ -175,6 +176,10 @@ class DepthPrefillAdder(PrefillAdder):
         if (has_chunked_req or self.new_chunked_req is not None) and not self._at_once(req):
             # One prompt is in chunks at a time. SGLang trusts that it leaves nothing of a batch's tokens; but the
             # rest of a page, or what the pool has no room for at its depth, is left.
+            return AddReqResult.OTHER
+        rows = sum(map(rows_to_take, [*self.can_run_list, req]))
+        if rows > self.tree_cache.req_to_token_pool.available_size():
+            # SGLang has only the beams of requests in mind that run already.
             return AddReqResult.OTHER
         states = self._waiting_states(req)
         if states and self._states and self._states + states > LAYOUT.propagation_buffer:

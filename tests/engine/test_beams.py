@@ -51,3 +51,13 @@ def test_beside_requests_that_draft(server, alone):
     assert drafted["output_ids"] == plain["output_ids"]
     assert drafted["meta_info"]["fathom"]["accepted_tokens"] > 0
     wait_until(lambda: held(server) == 0)
+
+
+def test_beside_as_many_as_there_are_rows(server, alone):
+    """All come at once, and the beams take rows that the others would have had."""
+    prompts = [prompt_of(seed) for seed in range(ROWS)]
+    search, *others = ask(server, prompts, [SEARCH] + [PLAIN] * (ROWS - 1))
+    assert found(search) == alone
+    for prompt, other in zip(prompts[1:], others, strict=True):
+        assert other["output_ids"] == ask(server, prompt, PLAIN)["output_ids"]
+    wait_until(lambda: held(server) == 0)

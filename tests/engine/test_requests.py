@@ -35,7 +35,7 @@ WHOLE_AND_JUDGED = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 100}
 
 
 class Request:
-    lora_id = None
+    lora_id = beam_group = None
 
     def __init__(self, policy, prompt, protected, client_key=""):
         custom = {POLICY_KEY: policy.to_wire(), PROTECTED_KEY: protected}
@@ -124,6 +124,7 @@ class NoCache:
 
     def __init__(self, disable):
         self.disable = disable
+        self.req_to_token_pool = SimpleNamespace(available_size=lambda: 1)
 
     def __getattr__(self, name):
         return lambda *_: name == "is_chunk_cache" and 1
