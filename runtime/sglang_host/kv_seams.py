@@ -258,6 +258,40 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "beam_search.coordinator:BeamCoordinator._free_member_rows",
+        "call",
+        "frees the rows and the KV of all beams but the first",
+        "group",
+        reads_attributes("_reclaim_orphans"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "beam_search.beam_group:BeamGroup.__init__",
+        "call",
+        "a beam search that was taken back begins anew",
+        "beam_width length_penalty stop_token_ids max_new_tokens num_return device",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:release_req",
+        "replace",
+        "a beam search that is taken back keeps no rows",
+        "req remaing_req_count req_to_token_pool token_to_kv_pool_allocator tree_cache hisparse_coordinator "
+        "offload_kv",
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.schedule_batch:{function}",
+            "read",
+            "takes the function from its module",
+            None,
+            reads_global("release_req"),
+        )
+        for function in ("retract_all", "ScheduleBatch.release_req")
+    ),
+    relies_on(
+        SCHEDULER,
         "mem_cache.common:maybe_cache_unfinished_req",
         "read",
         "returns before the cache could note how far such a prompt is",

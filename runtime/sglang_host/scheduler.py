@@ -20,6 +20,7 @@ from fathom.runtime.ledger import Launched
 from fathom.runtime.sglang_host import (
     aborts,
     attention_layers,
+    beams,
     bursts,
     devices,
     kv_schedule,
@@ -28,7 +29,6 @@ from fathom.runtime.sglang_host import (
     seams,
     split_prefill,
 )
-from fathom.runtime.sglang_host.beams import FathomBeams
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -114,7 +114,7 @@ class FathomScheduler(Scheduler):
 
     def init_beam_coordinator(self) -> None:
         super().init_beam_coordinator()
-        self.beam_coordinator.__class__ = FathomBeams
+        beams.install(self.beam_coordinator)
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()

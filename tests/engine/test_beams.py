@@ -1,6 +1,7 @@
 """Beam searches beside others: what they find is what they find alone, and nobody pays for them."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from noisy import draft_flags
@@ -8,6 +9,7 @@ from waiting import held, wait_until
 
 ROWS, WIDTH, TOKENS = 4, 3, 40
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", str(ROWS))
+FLAGS += ("--enable-priority-scheduling",)
 SEARCH = {"beam_width": WIDTH, "max_new_tokens": TOKENS, "ignore_eos": True}
 PLAIN = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 
@@ -22,8 +24,8 @@ def prompt_of(seed):
     return [draw.randrange(6, 2000) for _ in range(50)]
 
 
-def ask(server, prompts, sampling, policy=None):
-    body = {"input_ids": prompts, "sampling_params": sampling, "fathom": policy or {}}
+def ask(server, prompts, sampling, policy=None, priority=0):
+    body = {"input_ids": prompts, "sampling_params": sampling, "fathom": policy or {}, "priority": priority}
     reply = server.client.post("/generate", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -60,4 +62,24 @@ def test_beside_as_many_as_there_are_rows(server, alone):
     assert found(search) == alone
     for prompt, other in zip(prompts[1:], others, strict=True):
         assert other["output_ids"] == ask(server, prompt, PLAIN)["output_ids"]
+    wait_until(lambda: held(server) == 0)
+
+
+@pytest.mark.parametrize("by", ["a pause", "somebody more urgent"])
+def test_taken_back(server, alone, by):
+    """It begins anew and has kept no rows."""
+    assert server.client.post("/slow_down", json={"forward_sleep_time": 0.05}).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        search = pool.submit(ask, server, prompt_of(0), SEARCH)
+        wait_until(lambda: server.engine()["kv_pool"]["held"] > len(prompt_of(0)) + 3 * WIDTH)
+        assert server.client.post("/slow_down", json={"forward_sleep_time": None}).status_code == 200
+        if by == "a pause":
+            assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+            assert server.engine()["kv_pool"]["held"] == 0
+            assert server.client.post("/continue_generation", json={}).status_code == 200
+        else:
+            ask(server, [prompt_of(seed) for seed in range(ROWS)], PLAIN, priority=20)
+        answer = search.result()
+    assert found(answer) == alone
+    assert answer["meta_info"]["num_retractions"] == 1
     wait_until(lambda: held(server) == 0)
