@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 
 from starlette.exceptions import HTTPException
@@ -15,11 +16,18 @@ LOGGERS = (
 )
 GRAMMARS = ("sglang.srt.constrained.grammar_manager", "sglang.srt.constrained.xgrammar_backend")
 """Loggers that write out a client's whole grammar if it does not compile; another one says why it does not."""
-REFUSALS = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.schedule_batch")
+REFUSALS = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.schedule_batch",
+    "sglang.srt.managers.scheduler_components.batch_result_processor",
+)
 """Loggers of what was wrong with a client's request, in which its own words are."""
-REFUSED = ("[http_server] Error: ", "Invalid request", "Failed to compile", "Grammar preprocessing timed out")
-RETOLD = "The JSON string is:"
-"""Behind these words the grammar's compiler repeats what it was given."""
+REFUSED = (
+    *("[http_server] Error: ", "Invalid request"),
+    *("Failed to compile", "Grammar preprocessing timed out", "Grammar accept_token failed"),
+)
+RETOLD = re.compile("(The JSON string is|Accepted tokens):.*", re.DOTALL)
+"""In these words a grammar's compiler repeats what it was given, and a grammar the answer and itself."""
 LONGEST_REFUSAL = 500
 FORMATS = ("sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.anthropic.serving")
 """Loggers of routes that log an illegal request with its traceback."""
@@ -48,7 +56,7 @@ def on_one_line(record: logging.LogRecord) -> bool:
     """Log filter: a refusal is one line of bounded length."""
     message = record.getMessage()
     if message.startswith(REFUSED):
-        message = " ".join(message.partition(RETOLD)[0].split())
+        message = " ".join(RETOLD.sub("", message).split())
         record.msg, record.args = message[:LONGEST_REFUSAL], None
     return True
 

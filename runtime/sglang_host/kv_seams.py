@@ -227,6 +227,14 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.tp_worker:TpModelWorker.forward_batch_generation",
+        "read",
+        "samples nothing where no request wants a token",
+        None,
+        reads_attributes("is_prefill_only"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.runner.eager_runner:EagerRunner.__init__",
         "read",
         "has room for as many tokens of one batch",

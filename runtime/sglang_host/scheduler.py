@@ -200,6 +200,9 @@ class FathomScheduler(Scheduler):
         if output is not None and (chosen := output.next_token_token_ids_logprobs_val):
             # SGLang has a list for a request that named no ids, and takes it for a tensor.
             output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in chosen]
+        if batch.is_prefill_only:
+            for req in batch.reqs:
+                req.grammar = None  # SGLang sampled nothing, and would ask it for token 0
         super().process_batch_result(batch, result)
         if self.engine_metrics is not None and self.engine_metrics.due:
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)

@@ -13,7 +13,7 @@ from fathom.server import errors
 from fathom.server.context import Face
 from fathom.server.errors import clean, describe
 from fathom.server.middleware import PolicyMiddleware
-from fathom.server.quiet import without_traceback
+from fathom.server.quiet import on_one_line, without_traceback
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
 
 
@@ -153,3 +153,14 @@ def test_a_clients_mistake_has_no_traceback_in_the_log(caplog):
     mistake, failure = caplog.records
     assert (mistake.getMessage(), mistake.exc_info) == ("Error in x (a b)", None)
     assert failure.getMessage() == "Error in x" and failure.exc_info
+
+
+def test_what_a_grammar_does_not_take_is_logged_without_the_answer_and_the_grammar(caplog):
+    logger = logging.getLogger("of results")
+    logger.addFilter(on_one_line)
+    reason, told = "Tokens not accepted: 0", "Accepted tokens: [5, 6]\nKey string: SECRET"
+    logger.error(f"Grammar accept_token failed for req 7 with token 0: {reason}\n{told}")
+    logger.error(f"another: {reason}\n{told}")
+    refused, other = (record.getMessage() for record in caplog.records)
+    assert refused == f"Grammar accept_token failed for req 7 with token 0: {reason}"
+    assert other == f"another: {reason}\n{told}"

@@ -66,6 +66,15 @@ def test_a_clients_mistake_is_logged_on_one_line(server):
     assert "context length" in text and "Traceback" not in text
 
 
+def test_a_grammar_of_several_answers_is_not_in_the_log(server):
+    """SGLang first asks for no token at all, for the cache's sake."""
+    sampling = {"n": 2, "max_new_tokens": 3, "regex": "SECRET[a-z]+"}
+    replies = server.client.post("/generate", json=ASK | {"sampling_params": sampling}).json()
+    assert all("SECRET".startswith(reply["text"]) for reply in replies)
+    text = server.log.read_text()
+    assert "SECRET" not in text and "accept_token" not in text
+
+
 def test_weights_that_are_not_packed_can_be_changed(server, tiny_model, tmp_path):
     assert server.engine()["packed_weights"] == 0
     before = answer(server)
