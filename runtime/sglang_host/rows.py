@@ -122,8 +122,10 @@ class RowSampler:
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token [1] from the draft's prepared logits [1, vocabulary], and the distribution it was drawn from.
 
-        None stands for a token taken without chance. Nothing waits for the device.
+        None stands for a token taken without chance. Nothing waits for the device. What the draft's logits overflow
+        to is as good as any other logit: the token is verified.
         """
+        logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
         if self.greedy or self.seeded:
             return logits.argmax(-1), None
         probs = self.probs(logits)

@@ -55,3 +55,24 @@ def test_each_request_gets_what_it_asked_for(monkeypatch, original):
 
 def test_nothing_is_fetched_for_nobody():
     assert list(fetched([])) == []
+
+
+@pytest.mark.parametrize("overflown", [float("nan"), float("inf")])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_draft_that_overflows_decides_nothing(overflown, greedy):
+    """Neither which tokens a grammar gets to see, nor what stands where none of them does."""
+    sampler, allowed, wanted = list(samplers())[4 if greedy else 2], [70, 71, 90], 71
+    sampler.info.temperatures = torch.ones(5, 1)
+    sampler.info.top_ks = torch.full((5,), VOCABULARY)
+    sampler.info.top_ps, sampler.info.min_ps = torch.ones(5), torch.zeros(5)
+    sampler.greedy = greedy
+    masked = torch.full((1, VOCABULARY), float("-inf"))
+    masked[0, allowed] = overflown
+    target = torch.full((2, VOCABULARY), float("-inf"))
+    target[:, wanted] = 0
+    for _ in range(20):
+        token, probs = sampler.propose(masked)
+        assert int(token) in allowed
+        stood, *tokens = sampler.accept(target, token.tolist(), [probs], 3).tolist()
+        assert stood == (int(token) == wanted)
+        assert tokens[: stood + 1] == [wanted] * (stood + 1)
