@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from fuzz import accounts
+from fuzz import accounts, beams
 from fuzz.clients import CHOSEN, Reply, Wrong, aborted, compared
 from fuzz.reference import Reference, off
 from fuzz.repeats import TIE, Asked, Repeats, difference
@@ -56,10 +56,15 @@ class Checker:
             return self._too_long(request)
         if status == 400 and ABORTED in reply.text:
             return self._aborted(request, {"message": reply.text})
+        if status == 400 and request.kind == "beams" and beams.TOO_FEW_ROWS in reply.text:
+            self.counts["beam searches refused"] += 1
+            return None
         if status != 200:
             raise Wrong(f"status {status}: {reply.text}")
         if len(reply.answers) != request.n:
             raise Wrong(f"{len(reply.answers)} answers, {request.n} were asked for")
+        if request.kind == "beams" and not aborted(reply.answers[0]):
+            return self._beams(reply)
         for answer in reply.answers:
             if request.kind == "chat":
                 self._chat(request, answer)
@@ -180,8 +185,12 @@ class Checker:
                 else:
                     self.counts["not compared: SFI after a retraction or with little evidence"] += 1
                 return None
-            top = want.logits[at].topk(2).values
-            if float(top[0] - top[1]) < TIE or self._reference(request).decided_by_rounding(*asked):
+            row = want.logits[at]
+            top = row.topk(2).values
+            moved = float(top[0] - row[tokens[at]])
+            if float(top[0] - top[1]) < TIE or self._reference(request).decided_by_rounding(
+                *asked, moved=moved
+            ):
                 self.counts["not compared: decided by rounding"] += 1
                 return None
             raise Wrong(f"token {at} of {len(tokens)} differs, taken back {retracted} times", want.tokens)
@@ -262,6 +271,14 @@ class Checker:
             if value is not None and at > 0 and off(value, rows[at - 1][token]) > PROMPT_TOLERANCE:
                 raise Wrong(f"log-probability {value} of prompt token {at}", float(rows[at - 1][token]))
         self.counts["prompts' log-probabilities compared"] += 1
+
+    def _beams(self, reply: Reply) -> None:
+        account = reply.answers[0]["meta_info"].get("fathom")
+        if account is None:
+            raise Wrong("a beam search without an account")
+        accounts.in_effect(reply.request, account, self.world)
+        same = beams.check(self.reference, reply)
+        self.counts["beam searches compared" if same else "not compared: decided by rounding"] += 1
 
     def _chat(self, request: Request, answer: Answer) -> None:
         messages, choice = request.details["messages"], answer["choices"][0]

@@ -15,6 +15,8 @@ WORDS = ("red", "box", "key", "code", "of", "the", "wooden", "drawer", "is", "Le
 LOWEST, HIGHEST = 6, 2000
 """Ids that prompts are drawn from: words, not the tokenizer's marks."""
 LONGEST = 900
+BEAM_MARGIN = 20
+"""Tokens of the context that a beam search leaves free."""
 CONTROLS = frozenset({"flush", "pause", "abort all", "load again"})
 """Kinds that ask for no answer."""
 REPEATABLE = frozenset({"greedy", "seeded", "grammar", "altered", "prompt logprobs", "leave"})
@@ -126,7 +128,7 @@ class Drawer:
         change(self, rng, request)
         if request.n > 1:
             request.stream = False
-        if self.world.adapters:
+        if self.world.adapters and request.kind != "beams":
             self._adapt(rng, request)
         return request
 
@@ -207,6 +209,17 @@ class Drawer:
     def several(self, rng: random.Random, request: Request) -> None:
         request.n = rng.choice([2, 3])
 
+    def beams(self, rng: random.Random, request: Request) -> None:
+        """A beam search, which SGLang has for pages of one token and without adapters."""
+        if self.world.page > 1:
+            return
+        request.kind, request.stream, request.logprobs = "beams", False, False
+        request.policy = policies.without_dropping({}, self.world)
+        width = rng.choice([2, 3, 5])
+        request.sampling = {"beam_width": width, "n": rng.choice([width, rng.randint(1, width)])}
+        request.new_tokens = rng.choice([1, 2, 7, 16, 30])
+        request.prompt = request.prompt[: self.world.context - request.new_tokens - BEAM_MARGIN]
+
     def altered(self, rng: random.Random, request: Request) -> None:
         """Logits are changed before the most likely token is taken."""
         request.kind = "altered"
@@ -275,13 +288,14 @@ class Drawer:
 
 
 KINDS: tuple[tuple[float, Callable[[Drawer, random.Random, Request], None]], ...] = (
-    (16, Drawer.plain),
+    (13, Drawer.plain),
     (10, Drawer.leave),
     (5, Drawer.illegal),
     (7, Drawer.seeded),
     (6, Drawer.grammar),
     (10, Drawer.stop_tokens),
     (5, Drawer.several),
+    (3, Drawer.beams),
     (4, Drawer.altered),
     (4, Drawer.stop_strings),
     (6, Drawer.prompt_logprobs),

@@ -63,6 +63,6 @@ def test_every_kind_of_request_is_drawn():
         "prompt logprobs",
         "batch",
     } | {
-        *("flush", "pause", "abort", "abort all", "session", "chat", "load again"),
+        *("flush", "pause", "abort", "abort all", "session", "chat", "load again", "beams"),
     }
     assert sum(share for share, _ in KINDS) == 100

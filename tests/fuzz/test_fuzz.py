@@ -5,13 +5,14 @@ import copy
 import dataclasses
 import json
 import random
+import re
 import socket
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from fuzz import __main__ as fuzz
-from fuzz import trial, worlds
+from fuzz import beams, trial, worlds
 from fuzz.clients import Reply, Wrong, joined
 from fuzz.reference import Reference
 from fuzz.report import Report
@@ -36,13 +37,15 @@ MOST_PLANTED = 20
 
 
 def always(drawer):
-    """A request of each of the policies, one that is illegal, and one that is seeded, twice."""
+    """A request of each of the policies, one that is illegal, a beam search, and one that is seeded, twice."""
     rng = random.Random(SEED)
     chosen = [Request(drawer.documents[0][:100], dict(policy), 16, logprobs=True) for policy in ALWAYS]
-    illegal, seeded = (drawer.request(rng) for _ in range(2))
+    illegal, seeded, several = (drawer.request(rng) for _ in range(3))
     drawer.illegal(rng, illegal)
     drawer.seeded(rng, seeded)
-    return [*chosen, illegal, seeded, drawer.twin(seeded)]
+    drawer.beams(rng, several)
+    several.sampling, several.new_tokens = {"beam_width": 4, "n": 3}, 5
+    return [*chosen, illegal, several, seeded, drawer.twin(seeded)]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,7 @@ def test_a_small_world(small):
     assert counts["requests"] >= 2 * WAVE + 16 and counts["answers"] >= 20
     assert counts["greedy tokens compared"] > 200 and counts["accounts compared"] > 8
     assert counts["log-probabilities compared"] and counts["repeats compared"] and counts["refusals"]
+    assert counts["beam searches compared"] >= 2
     ran = {"SPEED", "SpecPrefill", "FastKV's selection", "KV retention", "SFI", "drafting"}
     assert not ran & set(report.idle())
     assert "NEVER RAN: retraction" in report.totals()
@@ -128,7 +132,7 @@ ACCOUNT += ("decode_steps", "compact_bytes", "kv_bytes", "kv_bytes_dense")
         (another_token, "differs"),
         (a_token_less, "tokens, not"),
         (another_logprob, "off by"),
-        (another_policy, "was asked for"),
+        (another_policy, "was asked for|differs"),
         (no_account, "without an account"),
         *((planted(field), f"{field} ") for field in ACCOUNT),
     ],
@@ -144,7 +148,7 @@ def test_a_planted_error_is_found(small, change, words):
         try:
             small.trial.checker.check(reply)
         except Wrong as wrong:
-            assert words in str(wrong)
+            assert re.search(words, str(wrong))
             return
         assert tried < MOST_PLANTED
     pytest.fail(f"none of {tried} found")
@@ -167,6 +171,57 @@ def test_a_repeat_that_differs_is_found(small):
         reply.answers[0]["output_ids"][0] += 1
         with pytest.raises(Wrong, match="when it was asked before"):
             small.trial.checker.check(reply)
+
+
+def other_beam(small, request, answer, found):
+    found[-1]["output_ids"][-1] += 1
+    return "sum up to"
+
+
+def worse_beam(small, request, answer, found):
+    """Which is what its score says, but not among the best."""
+    tokens = found[-1]["output_ids"]
+    tokens[-1] += 1
+    (total,) = beams.sums_of(small.reference, request.prompt, [tokens])
+    found[-1]["meta_info"]["sequence_score"] = total / len(tokens)
+    return "does not find"
+
+
+def other_score(small, request, answer, found):
+    found[-1]["meta_info"]["sequence_score"] -= 0.01
+    return "sum up to"
+
+
+def a_beam_twice(small, request, answer, found):
+    found[1:] = [found[0]] * len(found[1:])
+    return "alike"
+
+
+def the_worst_first(small, request, answer, found):
+    found.reverse()
+    answer["output_ids"] = found[0]["output_ids"]
+    return "not in their order"
+
+
+def a_beam_less(small, request, answer, found):
+    found.pop()
+    return "beams, not"
+
+
+CHANGES = [other_beam, worse_beam, other_score, a_beam_twice, the_worst_first, a_beam_less]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_error_in_beams_is_found(small, change):
+    """In the shortest: among many choices there may be one that rounding decides."""
+    searches = [reply for reply in small.replies if reply.request.kind == "beams" and reply.answers]
+    several = [reply for reply in searches if reply.request.sampling["n"] > 1]
+    reply = copy.deepcopy(min(several, key=lambda reply: reply.request.new_tokens))
+    small.trial.checker.check(reply)
+    answer = reply.answers[0]
+    words = change(small, reply.request, answer, answer["meta_info"]["beam_results"])
+    with pytest.raises(Wrong, match=words):
+        small.trial.checker.check(reply)
 
 
 def test_a_short_prompt_that_is_refused_is_found(small):
