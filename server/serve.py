@@ -286,8 +286,14 @@ def main(argv: list[str]) -> NoReturn:
     ending.end_when_told()
     depth_pages.choose(work.gpu_depth_pages)
     cpu_quota.limit_threads()
-    with imports.uncollected():
-        work, server_args = _load(work)
+    try:
+        with imports.uncollected():
+            work, server_args = _load(work)
+    except OSError as error:  # as PyTorch raises it while it is imported
+        if work.verbose:
+            traceback.print_exc()
+        hint = "the folders for caches (HOME) and temporary files (TMPDIR) must be writable"
+        raise StartError(f"{checks.one_line(error)}; {hint}", checks.FAILURE) from error
     _run(work, server_args)
 
 

@@ -158,6 +158,15 @@ def test_the_environment_must_not_bypass_us(capsys, monkeypatch):
     assert "no such folder" in capsys.readouterr().err
 
 
+def test_a_home_that_cannot_be_written_to_is_one_line():
+    """PyTorch makes a folder there while it is imported."""
+    done = fathom("serve", "--demo", "--port", free_port(), HOME="/dev/null/none", XDG_CACHE_HOME="")
+    assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("fathom serve: error: "))
+    assert "/dev/null" in line and line.endswith("(HOME) and temporary files (TMPDIR) must be writable")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_port_in_use_is_found_before_anything_is_loaded(model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
