@@ -16,6 +16,8 @@ OLLAMA = (
     os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
     os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
 )
+OLLAMA_API = "/api/"
+OLLAMA_SHOW = os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show")
 GENERATES = (
     *GENERATION_ROUTES,
     *OLLAMA,
@@ -72,7 +74,8 @@ def error_body(path: str, status: int, message: str, param: str | None = None) -
     if path.startswith(RESPONSES) or path == GENERATE:
         kind = "server_error" if server_fault else "invalid_request_error"
         return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-    if path in OLLAMA:
+    if path in (*OLLAMA, OLLAMA_SHOW) or path.startswith(OLLAMA_API):
         return {"error": message}
     kind = HTTPStatus(status).phrase.title().replace(" ", "").removesuffix("Error") + "Error"
-    return {"object": "error", "message": message, "type": kind, "param": param, "code": status}
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return {"object": "error", **error, "error": error}

@@ -45,6 +45,24 @@ def test_validation_errors_are_short_and_name_the_fields(app):
         assert leak not in body["message"]
 
 
+def test_openais_clients_find_an_error_where_openai_has_it(app):
+    """Those for JavaScript look nowhere else, and told their users only the status."""
+    body = app.post("/v1/embeddings", json={"prompt": {}}).json()
+    error = body.pop("error")
+    assert body == {"object": "error", **error} and error.keys() == {"message", "type", "param", "code"}
+    for path in (CHAT, COMPLETIONS):
+        assert errors.error_body(path, 400, "Bad x.", "x")["error"] == {
+            "message": "Bad x.",
+            "type": "BadRequestError",
+            "param": "x",
+            "code": 400,
+        }
+
+
+def test_ollamas_clients_find_an_error_as_text(app):
+    assert app.get("/api/ps").json() == {"error": "Not Found"}
+
+
 def test_malformed_json_outside_the_generation_routes(app):
     reply = app.post("/v1/embeddings", content=b'{"bad', headers={"content-type": "application/json"})
     assert reply.status_code == 400
