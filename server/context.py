@@ -81,6 +81,7 @@ class RequestContext:
         policy: the policy it runs under.
         left_out: fields that its preset would have filled, each with the reason why it could not.
         model: the name it gives of the model, or of an adapter; "" where it gives none.
+        json_schema: what its answer must be, beside its sampling parameters; "" for anything.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
         conversation: what its chat prompt was rendered from.
         protected: token ranges of the prompt that a selection must keep.
@@ -96,6 +97,7 @@ class RequestContext:
     received_time: float
     left_out: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
+    json_schema: str = ""
     conversation: Conversation | None = None
     protected: tuple[tuple[int, int], ...] = ()
     waiting_logprobs: dict[int, list[Any]] = field(default_factory=dict)

@@ -14,11 +14,20 @@ from fathom.runtime.config import PolicyError
 from fathom.server.context import CURRENT, Face, RequestContext
 from fathom.server.echo import EventEcho, into_json
 from fathom.server.errors import MALFORMED, raised_by_body, rewrite
-from fathom.server.refusals import RequestError, refuse_illegal
+from fathom.server.refusals import (
+    RequestError,
+    refuse_encoded,
+    refuse_illegal,
+    refuse_unanswerable,
+    schema_of_answer,
+)
 from fathom.server.responses import STORED
 from fathom.server.routes import (
     GENERATES,
     GENERATION_ROUTES,
+    MESSAGES,
+    OLLAMA,
+    OLLAMA_SHOW,
     OTHER,
     RESPONSES,
     WEIGHT_ROUTES,
@@ -60,6 +69,8 @@ class PolicyMiddleware:
         elif path.startswith(RESPONSES + "/") and scope["method"] == "GET":
             stored = self._responses.get(path.removeprefix(RESPONSES + "/"))
             await self._app(scope, receive, Answer(send, stored) if stored else send)
+        elif path == OLLAMA_SHOW:
+            await self._app(as_json(scope), receive, send)
         elif path in WEIGHT_ROUTES and self._face.packed_weights:
             await send_error(path, RequestError(400, PACKED), send)
         else:
@@ -68,8 +79,11 @@ class PolicyMiddleware:
     async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         received_time = time.perf_counter()
         try:
+            refuse_encoded(scope["headers"])
             body = await read_body(receive)
-            body, request, model = take_policy(body, path, self._model_name, self._face.completes_middles)
+            body, request, model, schema = take_policy(
+                body, path, self._model_name, self._face.completes_middles
+            )
             policy, left_out = self._face.choose(request)
         except ClientGone:
             return
@@ -80,7 +94,7 @@ class PolicyMiddleware:
             param = f"fathom.{error.field}" if error.field else "fathom"
             await send_error(path, RequestError(400, str(error), param), send)
             return
-        context = RequestContext(path, policy, received_time, left_out, model)
+        context = RequestContext(path, policy, received_time, left_out, model, schema)
         token = CURRENT.set(context)
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:
@@ -95,9 +109,11 @@ class PolicyMiddleware:
     async def _generate_by_default(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """One of the routes that know no policy: nobody's wish for one is passed over in silence."""
         received_time = time.perf_counter()
+        scope = as_json(scope) if path in OLLAMA else scope
         try:
+            refuse_encoded(scope["headers"])
             body = await read_body(receive)
-            refuse_policy(body)
+            refuse_by_default(path, body)
         except ClientGone:
             return
         except RequestError as error:
@@ -106,6 +122,10 @@ class PolicyMiddleware:
         token = CURRENT.set(RequestContext(OTHER, self._face.default, received_time))
         try:
             await self._app(scope, replay(body, receive), send)
+        except Exception as error:
+            if not raised_by_body(error):
+                raise
+            await send_error(path, RequestError(400, MALFORMED), send)
         finally:
             CURRENT.reset(token)
 
@@ -131,8 +151,9 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Any, str]:
-    """The body without its ``fathom`` member, that member (None where there is none), and the model it names.
+def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Any, str, str]:
+    """The body without its ``fathom`` member, that member (None where there is none), the model it names, and the
+    JSON schema of a message's answer ("" where it has none).
 
     Raises:
         RequestError: 400 for what is no JSON object, and as :func:`refuse_illegal`.
@@ -146,24 +167,39 @@ def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[byt
     refuse_illegal(path, content, middles)
     model = content.get("model")
     name = model if isinstance(model, str) else ""
+    schema = schema_of_answer(content) if path == MESSAGES else ""
     unnamed = path == RESPONSES and model is None
     if unnamed:  # as on the other routes; SGLang asks for it by an error of its own
         content["model"] = served
     if "fathom" not in content and not unnamed:
-        return body, None, name
+        return body, None, name, schema
     request = content.pop("fathom", None)
-    return orjson.dumps(content), request, name
+    return orjson.dumps(content), request, name, schema
 
 
-def refuse_policy(body: bytes) -> None:
-    """Refuse a policy where none can be asked for. What is no JSON object, the route refuses itself."""
+def refuse_by_default(path: str, body: bytes) -> None:
+    """Refuse a policy where none can be asked for, and what Ollama's routes would pass over.
+
+    What is no JSON object, the route refuses itself.
+    """
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return
-    if isinstance(content, dict) and content.get("fathom") is not None:
+    if not isinstance(content, dict):
+        return
+    if content.get("fathom") is not None:
         asked = ", ".join(GENERATION_ROUTES)
         raise RequestError(400, f"fathom cannot be had on this route; it can on {asked}", "fathom")
+    if path in OLLAMA:
+        refuse_unanswerable(content)
+
+
+def as_json(scope: Scope) -> Scope:
+    """The scope of a request whose body is read as JSON, whatever the client calls it: so does Ollama, and the
+    ``curl`` commands of its documentation name no type."""
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 def with_length(scope: Scope, length: int) -> Scope:

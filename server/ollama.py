@@ -31,6 +31,15 @@ def install() -> None:
     http_server.OllamaServing = FathomOllamaServing
 
 
+FORMAT = "format"
+"""A member of the request, given to SGLang's conversion of its options as one more of these."""
+
+
+def with_format(request: Any) -> Any:
+    """The request, with what its answer must be among the options."""
+    return request.model_copy(update={"options": {**(request.options or {}), FORMAT: request.format}})
+
+
 def said(text: str) -> dict[str, Any]:
     """The member of a chat's answer that holds its text."""
     return {"message": OllamaMessage(role="assistant", content=text)}
@@ -51,7 +60,13 @@ class FathomOllamaServing(OllamaServing):
             sampling["max_new_tokens"] = None
         if "seed" in sampling:
             sampling["sampling_seed"] = sampling.pop("seed")
+        if (wanted := (options or {}).get(FORMAT)) is not None:
+            schema = {"type": "object"} if wanted == "json" else wanted
+            sampling["json_schema"] = orjson.dumps(schema).decode()
         return sampling
+
+    async def handle_generate(self, request: Any, raw_request: Any) -> Any:
+        return await super().handle_generate(with_format(request), raw_request)
 
     async def handle_chat(self, request: Any, raw_request: Any) -> Any:
         if not request.messages:  # asks only that the model be loaded
@@ -66,7 +81,7 @@ class FathomOllamaServing(OllamaServing):
             return _refusal(ValueError(f"the chat template does not take these messages: {error}"))
         if (context := judged()) is not None:
             context.protected = protected(tokenizer, Conversation(messages), prompt)
-        sampling = self._convert_options_to_sampling_params(request.options)
+        sampling = self._convert_options_to_sampling_params(with_format(request).options)
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=request.stream)
         answer = self._stream_chat_response if request.stream else self._generate_chat_response
         return await answer(asked, raw_request, self.tokenizer_manager.served_model_name)

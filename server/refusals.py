@@ -1,7 +1,10 @@
 """What the JSON object of a generation request may not ask for, whatever its policy."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
+
+import orjson
 
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
 
@@ -22,6 +25,9 @@ INTERNAL_SAMPLING_FIELDS = (
 
 MAX_GENERATIONS = 128
 """Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
+
+WITHOUT_EFFECT = ("tools", "images", "suffix", "template", "context", "logprobs")
+"""Members of Ollama's requests."""
 
 
 class RequestError(Exception):
@@ -112,3 +118,39 @@ def _refuse_count(content: dict[str, Any]) -> None:
         if count is not None and not (type(count) is int and 1 <= count <= MAX_GENERATIONS):
             message = f"{name} must be an integer in [1, {MAX_GENERATIONS}], got {json.dumps(count)[:80]}"
             raise RequestError(400, message, name)
+
+
+def refuse_encoded(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse a body that must be decompressed first."""
+    for name, value in headers:
+        if name.lower() == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            given = value.decode("latin-1")[:40]
+            raise RequestError(415, f"content-encoding {given!r} is not supported; send the body as it is")
+
+
+def refuse_unanswerable(content: dict[str, Any]) -> None:
+    """Refuse what SGLang takes on Ollama's routes, or passes over, and does not do."""
+    messages = content.get("messages")
+    holders = [content, *(messages if isinstance(messages, list) else [])]
+    for name in WITHOUT_EFFECT:
+        for holder in holders if name == "images" else [content]:
+            if isinstance(holder, dict) and holder.get(name):
+                raise RequestError(400, f"{name} cannot be had on this route; it may on {CHAT}", name)
+
+
+def schema_of_answer(content: dict[str, Any]) -> str:
+    """The JSON schema in ``output_config.format`` of ``/v1/messages``, which SGLang does not read; "" for none.
+
+    Raises:
+        RequestError: 400 for another form than the one there is.
+    """
+    config = content.get("output_config")
+    wanted = config.get("format") if isinstance(config, dict) else None
+    if wanted is None:
+        return ""
+    name = "output_config.format"
+    if not (isinstance(wanted, dict) and wanted.get("type") == "json_schema"):
+        raise RequestError(400, f'{name} must be an object whose type is "json_schema"', name)
+    if not isinstance(schema := wanted.get("schema"), dict):
+        raise RequestError(400, f"{name}.schema must be a JSON schema", name)
+    return orjson.dumps(schema).decode()

@@ -122,6 +122,8 @@ class FathomTokenizerManager(TokenizerManager):
             try:
                 if clients:
                     bounds.check_clients(obj)
+                if context is not None and context.json_schema:
+                    constrain(obj, context.json_schema)
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)
                 refuse_prompt_outputs(obj, policy)
                 apply_policy(obj, policy, context.protected if context else ())
@@ -386,6 +388,18 @@ class StandIns:
 
     rids: list[str]
     cached: bool = False
+
+
+def constrain(obj: GenerateReqInput, json_schema: str) -> None:
+    """Let a message's answer be of a JSON schema that its route does not read.
+
+    Raises:
+        ValueError: when its tools ask for another form.
+    """
+    sampling = dict(obj.sampling_params or {})
+    if any(sampling.get(name) for name in ("json_schema", "structural_tag", "regex", "ebnf")):
+        raise ValueError("output_config.format cannot be had together with tools that must be called")
+    obj.sampling_params = sampling | {"json_schema": json_schema}
 
 
 def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:

@@ -220,6 +220,7 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         for method, why, parameters in (
             ("_convert_options_to_sampling_params", "maps seeds and answers without a limit", "options"),
             ("handle_chat", "SGLang's passes on what is no list of token ids", "request raw_request"),
+            ("handle_generate", "converts its options, where we put `format`", "request raw_request"),
             *(
                 (
                     f"_{form}_{route}_response",

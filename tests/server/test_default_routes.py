@@ -4,7 +4,7 @@ import pytest
 from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.config import Policy
-from fathom.server.routes import GENERATES, GENERATION_ROUTES, OLLAMA
+from fathom.server.routes import GENERATES, GENERATION_ROUTES, OLLAMA, OLLAMA_SHOW
 
 BY_DEFAULT = [*(set(GENERATES) - set(GENERATION_ROUTES)), "/api/chat/"]
 
@@ -20,6 +20,38 @@ def test_a_policy_is_refused_where_none_can_be_asked_for(path, client):
         caller = client((0, b"{}"))
         assert caller.call(path, raw, parts=[raw[:3], raw[3:]]).status == 200
         assert caller.inner.bodies == [raw] and caller.inner.policies == [Policy()]
+
+
+@pytest.mark.parametrize("path", [*OLLAMA, OLLAMA_SHOW])
+@pytest.mark.parametrize("kind", [b"application/x-www-form-urlencoded", b""])
+def test_ollamas_routes_read_json_whatever_its_client_calls_it(path, kind, client):
+    """As Ollama does, whose documentation's commands name no type."""
+    caller = client((0, b"{}"))
+    headers = [(b"host", b"h"), *([(b"Content-Type", kind)] if kind else [])]
+    assert caller.call(path, {"model": "m"}, headers=headers).status == 200
+    assert caller.inner.scopes[0]["headers"] == [(b"host", b"h"), (b"content-type", b"application/json")]
+
+
+@pytest.mark.parametrize("path", OLLAMA)
+@pytest.mark.parametrize("name", ["tools", "images", "suffix", "template", "context", "logprobs"])
+def test_what_ollamas_routes_would_pass_over_is_refused(path, name, client):
+    for body in (
+        {name: [1]},
+        *([{"messages": [{"role": "user"}, {name: ["a"]}]}] if name == "images" else []),
+    ):
+        caller = client((0, b"{}"))
+        reply = caller.call(path, body)
+        assert reply.status == 400 and not caller.inner.bodies
+        assert reply.json["error"].startswith(f"{name} cannot be had on this route")
+    assert client((0, b"{}")).call(path, {name: None, "messages": [1]}).status == 200
+
+
+def test_a_body_that_is_not_called_json_is_the_clients_mistake(server):
+    """SGLang's validators take it for an object."""
+    for path in ("/invocations", "/vertex_generate"):
+        reply = server.client.post(path, content=b'{"model": "m"}')
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["type"] == "BadRequestError"
 
 
 def test_system_text_stays_under_the_default_policy(start_server, tiny_model, tmp_path):

@@ -8,7 +8,16 @@ from envelopes import message_of
 
 from fathom.runtime.config import Limits, Policy, without_draft
 from fathom.server.context import Face
-from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
+from fathom.server.routes import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    GENERATES,
+    GENERATION_ROUTES,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
+)
 from fathom.server.tokenizer_manager import refuse_prompt_outputs
 
 LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
@@ -173,3 +182,13 @@ def test_fields_between_sglangs_processes_are_not_for_clients(body, name, client
     reply = client((0, b"{}")).call("/generate", body)
     assert (reply.status, reply.json["error"]["param"]) == (400, name)
     assert client((1, b"{}")).call("/generate", {"http_worker_ipc": None}).status == 200
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_a_compressed_body_is_told_apart_from_broken_json(client, path):
+    for name in (b"content-encoding", b"Content-Encoding"):
+        reply = client((0, b"{}")).call(path, b"\x1f\x8b", headers=[(name, b"gzip")])
+        assert reply.status == 415
+        told = reply.json.get("error", reply.json)
+        assert "content-encoding 'gzip' is not supported" in (told if path in OLLAMA else told["message"])
+    assert client((0, b"{}")).call(path, {}, headers=[(b"content-encoding", b"identity")]).status == 200
