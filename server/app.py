@@ -124,6 +124,7 @@ def launch(
         quiet,
         responses,
         templates,
+        tool_calls,
     )
     from fathom.server.drain import ServingTokenizerManager
 
@@ -167,6 +168,7 @@ def launch(
     responses.install()
     messages.install()
     chunks.install()
+    tool_calls.install()
     ollama.install()
     detokenize.install()
     forking.install()

@@ -174,6 +174,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._tool_call_parsing_active",
+        "replace",
+        "reads calls that a grammar made, which needs no parser",
+        "request",
+        reads_attributes("tool_choice _effective_tools tool_call_parser"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.openai.serving_chat:OpenAIServingChat._process_logprobs_tokens",
         "replace",
         "gives each token of a stream's event its own alternatives",

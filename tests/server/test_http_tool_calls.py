@@ -1,0 +1,72 @@
+"""Calls that ``tool_choice`` demands, of a server that has no parser of tool calls: whole and streamed."""
+
+import json
+
+import pytest
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+PARAMETERS = {"type": "object", "properties": {"box": {"enum": ["red", "blue"]}}, "required": ["box"]}
+PARAMETERS["additionalProperties"] = False
+TURN = [{"role": "user", "content": "Where is the red box?"}]
+FUNCTION = {"name": "look", "parameters": PARAMETERS}
+NAMED = {"type": "function", "function": {"name": "look"}}
+CHAT_TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.fixture(scope="module")
+def compact(share_server, tiny_model):
+    """A server whose JSON is without the blanks of which a random model would write no end."""
+    flags = ("--dtype", "float32", "--max-total-tokens", "4000", "--constrained-json-disable-any-whitespace")
+    return share_server(tiny_model, *flags)
+
+
+def events_of(server, route, body):
+    lines = server.client.post(route, json=body | {"stream": True}).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_chat(compact, choice):
+    limit = {"max_tokens": 200, "temperature": 0, "parallel_tool_calls": False}
+    body = {"model": "x", "messages": TURN, "tools": CHAT_TOOLS, "tool_choice": choice, **limit}
+    answer = compact.client.post(CHAT, json=body).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "tool_calls" and not answer["message"]["content"]
+    assert call["function"]["name"] == "look" and call["id"]
+    assert json.loads(call["function"]["arguments"])["box"] in ("red", "blue")
+
+    choices = [choice for event in events_of(compact, CHAT, body) for choice in event["choices"]]
+    pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls") or ()]
+    assert not any(choice["delta"].get("content") for choice in choices)
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    assert [piece["function"]["name"] for piece in pieces if piece["function"].get("name")] == ["look"]
+    told = "".join(piece["function"]["arguments"] or "" for piece in pieces)
+    assert json.loads(told) == json.loads(call["function"]["arguments"])
+
+
+def test_a_message(compact):
+    tools = [{"name": "look", "input_schema": PARAMETERS}]
+    body = {"model": "x", "messages": TURN, "max_tokens": 200, "temperature": 0, "tools": tools}
+    body["tool_choice"] = {"type": "tool", "name": "look"}
+    answer = compact.client.post(MESSAGES, json=body).json()
+    assert answer["stop_reason"] == "tool_use" and answer["content"]
+    for block in answer["content"]:
+        assert block["type"] == "tool_use" and block["name"] == "look"
+        assert block["input"]["box"] in ("red", "blue")
+
+    events = events_of(compact, MESSAGES, body)
+    told = [""] * len(answer["content"])
+    for event in events:
+        if event["type"] == "content_block_delta":
+            told[event["index"]] += event["delta"]["partial_json"]
+    assert [json.loads(text) for text in told] == [block["input"] for block in answer["content"]]
+    assert [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"] == [
+        "tool_use"
+    ]
+
+
+def test_calls_that_are_not_demanded_are_text_without_a_parser(compact):
+    body = {"model": "x", "messages": TURN, "tools": CHAT_TOOLS, "max_tokens": 4, "temperature": 0}
+    answer = compact.client.post(CHAT, json=body).json()["choices"][0]
+    assert answer["message"]["content"] and not answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "length"
