@@ -39,6 +39,8 @@ DRAFT_OPTIONS = ("--draft-model-path", "--speculative-draft-model-path")
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
+DEMO_FLAGS = ("--constrained-json-disable-any-whitespace",)
+"""Where JSON may have blanks, the demo model writes nothing else, to the end of the context."""
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
 closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
@@ -215,7 +217,7 @@ def plan(argv: list[str]) -> Plan:
         port=port,
         draft=draft or (str(checks.demo_model("draft")) if own.demo else None),
         draft_given=draft is not None,
-        engine_flags=[*fixed, *passed_on, *_missing(engine, name)],
+        engine_flags=[*fixed, *passed_on, *_missing(engine, name), *(DEMO_FLAGS if own.demo else ())],
         face=Face(asked=asked, tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None)),
         gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
         engine=EngineOptions(

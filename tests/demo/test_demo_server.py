@@ -4,10 +4,12 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 
@@ -37,6 +39,18 @@ def test_the_readme_client_works(demo):
     chunks = list(answer)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
     assert any(getattr(chunk, "fathom", None) for chunk in chunks)
+
+
+def test_json_of_a_schema_comes_to_its_end(demo):
+    """The model knows no JSON: where the grammar lets it, it goes on with blanks."""
+
+    class Owner(BaseModel):
+        name: Literal["Lena", "Bob"]
+
+    client = openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none")
+    asked = {"model": "fathom-demo", "messages": BODY["messages"], "temperature": 0, "max_tokens": 100}
+    answer = client.chat.completions.parse(**asked, response_format=Owner)
+    assert answer.choices[0].message.parsed.name in ("Lena", "Bob")
 
 
 def test_bfloat16_is_computed_as_the_processor_can(demo):
