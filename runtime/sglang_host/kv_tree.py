@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.runtime_context import get_memory
 
+from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import alternates, uses_draft
 
@@ -67,8 +68,25 @@ class DepthRadixCache(RadixCache):
             is_insert = False
         elif alternates(req) and kv_len_to_handle > len(req.origin_input_ids):
             is_insert = False  # likewise; its prompt went to the tree before
+        if is_insert and not (self.disable or self.disable_finished_insert):
+            kv_len_to_handle = self._drop_last_token(req, kv_len_to_handle)
         self._left.discard(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def _drop_last_token(self, req: Req, length: int) -> int:
+        """The length without the last token of the answer, which only a step beyond the end reads.
+
+        Where steps overlap, such a step may run after the request has ended, when what it attends to is gone: its KV
+        is for nobody.
+        """
+        known = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+        if length <= known:
+            return length
+        begin = pages_of(known, self.page_size) * self.page_size
+        if begin < length:
+            slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, begin:length]
+            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=begin)
+        return known
 
     def _keeps_to_itself(self, req: Req) -> bool:
         memory = self.token_to_kv_pool_allocator.memory

@@ -58,3 +58,42 @@ def test_counts_are_those_of_the_nodes(seed, size):
             locked.append(node)
         assert tree.evictable_per_span.tolist() == evictable(tree, size).tolist()
     assert 0 < len(asked) <= len(tree.root_node.children)
+
+
+class Request:
+    """What the cache asks of a request that has ended, dense, after a step that was launched too far."""
+
+    def __init__(self, prompt, answer):
+        self.origin_input_ids, self.output_ids = array("q", prompt), array("q", answer)
+        self.extra_key = self.cache_salt = self.last_node = None
+        self.priority = 0
+        self.sampling_params = SimpleNamespace(custom_params=None)
+        self.kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0)
+
+
+@pytest.mark.parametrize(("size", "prompt", "answer"), [(1, 9, 1), (4, 9, 1), (4, 8, 1), (4, 7, 3), (1, 5, 4)])
+def test_the_last_token_of_an_answer_is_cached_for_nobody(size, prompt, answer):
+    """Its KV may be computed after the request has ended, or never."""
+    freed, length = [], prompt + answer
+    memory = SimpleNamespace(
+        spans=SPANS, shared=SimpleNamespace(depth=lambda page: SPANS), settled=lambda row: False
+    )
+    allocator = SimpleNamespace(
+        device="cpu",
+        memory=memory,
+        free=lambda slots: freed.append(slots.tolist()),
+        free_segment=lambda slots, start_pos: freed.append(slots.tolist()),
+        free_segments=lambda segments: freed.extend(slots.tolist() for slots, _ in segments),
+    )
+    rows = torch.arange(4 * size, 4 * size + 100)[None]
+    tree = DepthRadixCache(CacheInitParams(False, SimpleNamespace(req_to_token=rows), allocator, size))
+    request = Request(range(prompt), range(prompt, length))
+    request.last_node = tree.root_node
+    tree.inc_lock_ref(tree.root_node)
+    tree.cache_finished_req(request, True, kv_len_to_handle=length)
+    found = tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", range(length)), None)))
+    cached = (length - 1) // size * size
+    assert found.device_indices.tolist() == rows[0, :cached].tolist()
+    gone = [slot for slots in freed for slot in slots]
+    assert len(gone) == len(set(gone))
+    assert {slot // size for slot in gone} == {slot // size for slot in rows[0, cached:length].tolist()}
