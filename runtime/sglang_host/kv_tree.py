@@ -76,8 +76,8 @@ class DepthRadixCache(RadixCache):
     def _drop_last_token(self, req: Req, length: int) -> int:
         """The length without the last token of the answer, which only a step beyond the end reads.
 
-        Where steps overlap, such a step may run after the request has ended, when what it attends to is gone: its KV
-        is for nobody.
+        Where steps overlap, such a step may run after the request has ended, when what it attends to is gone: that
+        KV is for nobody.
         """
         known = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
         if length <= known:
