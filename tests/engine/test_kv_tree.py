@@ -71,7 +71,9 @@ class Request:
         self.kv = SimpleNamespace(req_pool_idx=0, cache_protected_len=0)
 
 
-@pytest.mark.parametrize(("size", "prompt", "answer"), [(1, 9, 1), (4, 9, 1), (4, 8, 1), (4, 7, 3), (1, 5, 4)])
+@pytest.mark.parametrize(
+    ("size", "prompt", "answer"), [(1, 9, 1), (4, 9, 1), (4, 8, 1), (4, 7, 3), (1, 5, 4)]
+)
 def test_the_last_token_of_an_answer_is_cached_for_nobody(size, prompt, answer):
     """Its KV may be computed after the request has ended, or never."""
     freed, length = [], prompt + answer
