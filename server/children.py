@@ -3,6 +3,8 @@
 import signal
 from typing import Any
 
+from sglang.srt.utils import common
+
 from fathom.runtime.sglang_host import process
 from fathom.server import ending, quiet
 
@@ -13,6 +15,9 @@ def _prepare(server_args: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
     # A terminal sends Ctrl-C to every process; the HTTP process stops the others when it is done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # And its folder of metrics, into which others write until the HTTP process, which made it, has ended.
+    if (folder := getattr(common, "prometheus_multiproc_dir", None)) is not None:
+        folder._finalizer.detach()
     quiet.guard_log()
     if server_args.log_level == "warning":
         quiet.hush_loggers()

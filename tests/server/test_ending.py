@@ -1,5 +1,6 @@
 """A server that is told to end while it loads does so, whatever its interpreter is in the midst of."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,3 +62,30 @@ def test_a_thread_that_finds_its_folder_gone_is_no_trouble():
     """As SGLang's, which counts processor time in a folder of metrics that the end removes."""
     ended = subprocess.run([sys.executable, "-c", WRITES], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FORK = """
+import os, sys
+from types import SimpleNamespace
+from fathom.runtime.sglang_host import torchvision_ops
+torchvision_ops.declare()
+from sglang.srt.utils.common import set_prometheus_multiproc_dir
+from fathom.server import children, ending
+set_prometheus_multiproc_dir()
+if (child := os.fork()) == 0:
+    children._prepare(SimpleNamespace(log_level="info"))
+    ending.leave(0)
+assert os.waitpid(child, 0)[1] == 0
+folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
+print(folder, os.path.isdir(folder), flush=True)
+ending.leave(0)
+"""
+
+
+def test_the_folder_of_metrics_ends_with_the_process_that_made_it():
+    """Not with a copy of it, beside which others write into the folder."""
+    env = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
+    folder, there = done.stdout.split()
+    assert there == "True" and not os.path.exists(folder)
