@@ -4,7 +4,7 @@ import inspect
 from types import CodeType
 from typing import Any
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
 
 
 def _asks_for_the_endpoint(function: Any) -> bool:
@@ -121,6 +121,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "utils.common:set_prometheus_multiproc_dir",
+        "read",
+        "keeps the folder of metrics in its module: a fork must not remove it",
+        "",
+        reads_global("prometheus_multiproc_dir"),
+    ),
+    relies_on(
+        SERVER,
         "utils.common:_get_fastapi_request_path",
         "replace",
         "a path that a client made up is no label of a counter",
@@ -148,6 +156,76 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "no response takes a stored one's place",
         "request raw_request",
         reads_attributes("request_id response_store"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_responses:OpenAIServingResponses.__init__",
+        "replace",
+        "stored responses, and the conversations before them, are bounded",
+        "tokenizer_manager template_manager enable_prompt_tokens_details tool_server",
+        reads_attributes("response_store msg_store"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_responses:OpenAIServingResponses._response_input_history",
+        "replace",
+        "a conversation goes on though the response before was let go meanwhile",
+        "request",
+        reads_attributes("msg_store previous_response_id"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.init_running_status",
+        "override",
+        "makes the controller of sessions, which is ours",
+        "",
+        reads_attributes("SessionController session_controller tree_cache"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "session.session_controller:SessionController.open",
+        "override",
+        "sessions are bounded",
+        "recv_req",
+        reads_attributes("sessions session_id"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "session.session_controller:SessionController.get",
+        "override",
+        "a session that is used is the last to go",
+        "session_id",
+        reads_attributes("sessions"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "session.session_controller:SessionController._close",
+        "call",
+        "lets a session and what it holds go",
+        "session_id",
+        reads_attributes("_inflight sessions"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "session.session_controller:SessionController._all_requests_finished",
+        "call",
+        "says whether no turn of a session runs",
+        "session",
+    ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager._handle_open_session_req_output",
+        "override",
+        "why a session could not be opened is for its client",
+        "recv_obj",
+        reads_attributes("session_futures set_result"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.http_server:app",
+        "read",
+        "lists its routes, of which the websockets are taken away: no key is asked of them",
+        check=lambda app: isinstance(app.router.routes, list),
     ),
     relies_on(
         SERVER,

@@ -118,6 +118,22 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "mem_cache.radix_cache:RadixCache.cache_finished_req",
+        "override",
+        "what was computed with less than the prompt in sight, or behind the end, is cached for nobody",
+        "req is_insert kv_len_to_handle",
+        reads_attributes("disable disable_finished_insert origin_input_ids output_ids free_segment"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.common:release_kv_cache",
+        "read",
+        "hands over the length that was computed, and frees nothing of it later",
+        "req tree_cache is_insert",
+        reads_attributes("effective_kv_committed_len kv_allocated_len"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.schedule_batch:Req._compute_max_prefix_len",
         "replace",
         "a prefix hit ends before the last prompt token where KV above it is private",
