@@ -23,6 +23,7 @@ from fathom.runtime.sglang_host import (
     beams,
     bursts,
     devices,
+    grammars,
     kv_schedule,
     priorities,
     redact,
@@ -100,6 +101,10 @@ class FathomScheduler(Scheduler):
     def init_running_status(self) -> None:
         super().init_running_status()
         self.session_controller = FathomSessions(self.tree_cache)
+
+    def init_grammar_manager(self) -> None:
+        super().init_grammar_manager()
+        grammars.install(self.grammar_manager)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
