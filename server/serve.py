@@ -44,6 +44,11 @@ DEMO_FLAGS = ("--constrained-json-disable-any-whitespace",)
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
 closing connection is lost: clients (5 s is usual) and load balancers (60 s) have to be first. SGLang has 5."""
+ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""How many matrix products oneDNN and PyTorch's layer above it keep ready, one for each matrix and number of rows:
+1,024 each, which prompts of ever new lengths fill with hundreds of MiB that leave the heap in pieces. To make one
+again takes about a millisecond."""
+PRODUCTS_KEPT = "128"
 DIAGNOSES = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 """What SGLang does with the engine processes that are left when one has failed, or at SIGTERM after a failed health
 check: 65 s and more in which the HTTP process does nothing else, SIGTERM included. Off, unless the operator says
@@ -417,6 +422,8 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
 
     _reach_itself(server_args.url())
     os.environ.setdefault(*KEEP_ALIVE)
+    for name in ONEDNN_CACHES:
+        os.environ.setdefault(name, PRODUCTS_KEPT)
     for name in DIAGNOSES:
         os.environ.setdefault(name, "0")
     try:
