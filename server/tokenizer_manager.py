@@ -1,6 +1,7 @@
 """SGLang's tokenizer manager, carrying the policy to the scheduler and its account back."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import logging
@@ -25,7 +26,7 @@ from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Policy
 from fathom.runtime.sglang_host.control import reason_of
 from fathom.runtime.sglang_host.priorities import PriorityLabels
 from fathom.server import bounds
-from fathom.server.adapters import Adapters, adapter_of
+from fathom.server.adapters import Adapters, Unloaded, adapter_of, each
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator
 from fathom.server.errors import ControlError
@@ -38,6 +39,9 @@ MOST_LOGGED = 3
 
 ABORT_SECONDS = 2.0
 """After a stream, until what may be left of its work is ended."""
+
+LOADS = 10
+"""Times that a request's adapters are loaded again because they were unloaded before it could use them."""
 
 SPARE_TOKENS = 2
 """Of a context, that SGLang's scheduler gives neither to the prompt nor to the answer."""
@@ -81,6 +85,30 @@ class FathomTokenizerManager(TokenizerManager):
         self.lora_registry = Adapters(
             get_lora().lora_paths, lambda: [s.obj for s in self.rid_to_state.values()]
         )
+        self._loads_adapters = asyncio.Lock()
+
+    async def load_lora_adapter(self, obj: Any, request: Any = None) -> Any:
+        """SGLang's, to its end also where the request is given up that needs the adapter: half way through, the
+        engine would have it and the registry would not, or the other way round, for ever."""
+        return await asyncio.shield(super().load_lora_adapter(obj, request))
+
+    async def _resolve_lora_path(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
+        """SGLang's; requests whose adapters have to be loaded wait for each other: each could have those unloaded
+        that the other has just loaded.
+
+        Raises:
+            ValueError: for an adapter that was never loaded, or that cannot be loaded again.
+        """
+        wanted = {name for name in each(obj, "lora_path") if name is not None}
+        if not await self.lora_registry.get_unregistered_loras(wanted):
+            await super()._resolve_lora_path(obj)
+            return
+        async with self._loads_adapters:
+            for _ in range(LOADS - 1):
+                with contextlib.suppress(Unloaded):
+                    await super()._resolve_lora_path(obj)
+                    return
+            await super()._resolve_lora_path(obj)
 
     async def _execute_profile(self, req: Any) -> Any:
         try:

@@ -1,9 +1,12 @@
 """LoRA adapters beside policies: each answer is that of a model with the adapter in its weights."""
 
+import contextlib
+import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 from adapters import ATTENTION, ENDS, MLP, save_adapter
@@ -34,7 +37,7 @@ def saved(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(start_server, tiny_model, close_draft, saved):
     paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in ("a", "b")))
-    more = ("--max-loras-per-batch", "3", *FOLLOWING)
+    more = ("--max-loras-per-batch", "3", "--max-loaded-loras", "3", *FOLLOWING)
     return start_server(tiny_model, *SERVED, *draft_flags(close_draft), *paths, *more)
 
 
@@ -132,6 +135,60 @@ def test_what_ends_early_gives_its_adapter_back(server, saved):
     assert time.monotonic() - began < 15
     back = {"lora_name": "b", "lora_path": str(saved["b"][0])}
     assert server.client.post("/load_lora_adapter", json=back).status_code == 200
+
+
+@pytest.fixture
+def four(server, saved):
+    """Names of adapters that were loaded, of which the server holds three at a time."""
+    folders = {"a": "a", "b": "b", "c": "c", "as c": "c"}
+    for name in ("c", "as c"):
+        body = {"lora_name": name, "lora_path": str(saved[folders[name]][0])}
+        assert server.client.post("/load_lora_adapter", json=body).status_code == 200
+    yield tuple(folders)
+    for name in ("c", "as c"):
+        server.client.post("/unload_lora_adapter", json={"lora_name": name})
+    for name in ("a", "b"):
+        assert server.client.post("/generate", json=short_of(name)).status_code == 200
+
+
+def short_of(adapter):
+    """A request, or one for several adapters."""
+    prompts = [prompt_of("dense")] * len(adapter) if isinstance(adapter, list) else prompt_of("dense")
+    return {
+        "input_ids": prompts,
+        "lora_path": adapter,
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+    }
+
+
+def test_who_leaves_while_an_adapter_is_loaded_takes_none_away(server, four):
+    """Neither the one that was to be loaded nor the one that was to make room: all can be had afterwards."""
+    loaded = {model["id"] for model in server.client.get("/v1/models").json()["data"]} & set(four)
+    (missing,) = set(four) - loaded
+    busy = [body_of(prompt_of("dense"), {}, 400) | {"lora_path": name, "stream": True} for name in loaded]
+    with contextlib.ExitStack() as streams:
+        for body in busy:
+            stream = streams.enter_context(server.client.stream("POST", "/generate", json=body))
+            next(stream.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):  # waits until one of the others may go
+            server.client.post("/generate", json=short_of(missing), timeout=0.1)
+        time.sleep(0.2)
+    for name in four:
+        reply = server.client.post("/generate", json=short_of(name))
+        assert reply.status_code == 200, reply.text
+
+
+def test_requests_that_take_turns_in_needing_adapters(server, four):
+    """Each has three, of which others may be loading the fourth in the place of one."""
+    alone = {name: server.client.post("/generate", json=short_of(name)).json()["output_ids"] for name in four}
+    threes = [names for names in itertools.combinations(four, 3) for _ in range(3)]
+    with ThreadPoolExecutor(len(threes)) as pool:
+        replies = list(
+            pool.map(lambda names: server.client.post("/generate", json=short_of(list(names))), threes)
+        )
+    for names, reply in zip(threes, replies, strict=True):
+        assert reply.status_code == 200, reply.text
+        assert [answer["output_ids"] for answer in reply.json()] == [alone[name] for name in names]
 
 
 @pytest.mark.parametrize("adapter", ["a", "b"])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from fathom.server.adapters import Adapters, adapter_of
+from fathom.server.adapters import Adapters, Unloaded, adapter_of
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,48 @@ def test_an_adapter_is_in_use_until_its_last_request_has_ended():
             await adapters.release(legal.lora_id)
         await asyncio.wait_for(waiting, 5)
         await adapters.release(legal.lora_id)  # later than all
-        with pytest.raises(ValueError, match="not loaded: legal"):
+        with pytest.raises(Unloaded, match="legal"):
             await adapters.acquire("legal")
         assert await adapters.acquire(["tone", None]) == [tone.lora_id, None]
+
+    asyncio.run(scenario())
+
+
+def test_no_adapter_is_unloaded_between_its_look_up_and_its_use():
+    legal, tone = (LoRARef(lora_name=name, lora_path=name) for name in ("legal", "tone"))
+    request = SimpleNamespace(lora_path=["legal", None, "tone"], lora_id=None)
+    running = [request]
+    adapters = Adapters([legal, tone], lambda: running)
+
+    async def ask():
+        request.lora_id = await adapters.acquire(request.lora_path)
+
+    async def unload():
+        await adapters.wait_for_unload(await adapters.unregister("tone"))
+
+    async def scenario():
+        asking, unloading = asyncio.create_task(ask()), asyncio.create_task(unload())
+        await asking
+        await asyncio.sleep(0.1)
+        assert request.lora_id == [legal.lora_id, None, tone.lora_id] and not unloading.done()
+        running.remove(request)
+        await asyncio.wait_for(unloading, 5)
+
+    asyncio.run(scenario())
+
+
+def test_room_is_made_by_an_adapter_that_nobody_asks_for():
+    """Where there is one that may go; else by the least recently used."""
+    refs = [
+        LoRARef(lora_name=name, lora_path=name, pinned=name == "pinned") for name in ("old", "pinned", "new")
+    ]
+    running = [SimpleNamespace(lora_path=["old", None]), SimpleNamespace(lora_path=None), SimpleNamespace()]
+    adapters = Adapters(refs, lambda: running)
+
+    async def scenario():
+        assert await adapters.lru_lora_name(exclude_pinned=True) == "new"
+        assert await adapters.lru_lora_name() == "pinned"
+        running.append(SimpleNamespace(lora_path="new"))
+        assert await adapters.lru_lora_name(exclude_pinned=True) == "old"
 
     asyncio.run(scenario())
