@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -16,10 +17,14 @@ from fathom.server.routes import GENERATES, error_body, path_of
 
 DEFAULT_MAX_IN_FLIGHT = 512
 DEFAULT_DRAIN_SECONDS = 120
+DEFAULT_CLIENT_SECONDS = 120
 DEFAULT_MAX_BODY_BYTES = 64 << 20
 
 BUSY_RETRY_SECONDS, DRAIN_RETRY_SECONDS = 1, 5
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; nobody receives it, but metrics count it
+GONE = {"type": "http.disconnect"}
+LATE = dict(GONE)
+"""Of a client that is still connected, but was waited for too long."""
 
 ALLOWED_WHILE_DRAINING = ("/abort_request",)
 
@@ -32,6 +37,8 @@ class Gate:
         max_in_flight: most generation requests inside the server, waiting or running.
         drain_seconds: how long running requests may take after SIGTERM.
         max_body_bytes: largest body of a request.
+        client_seconds: how long a client may send nothing of a request that it has begun, or take nothing of an
+            answer that fills all buffers, before it counts as gone.
         draining: whether the server is ending.
         background: how many responses are computed that nobody waits for (``"background": true``).
         in_flight: generation requests that somebody waits for.
@@ -40,6 +47,7 @@ class Gate:
     max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    client_seconds: float = DEFAULT_CLIENT_SECONDS
     draining: Callable[[], bool] = lambda: False
     background: Callable[[], int] = lambda: 0
     in_flight: int = 0
@@ -74,7 +82,9 @@ class AdmissionMiddleware:
         else:
             place, app = Place(gate), partial(self._pass_on, path)
             try:
-                await serve_while_wanted(app, scope, receive, with_retry_after(send), place.leave)
+                await serve_while_wanted(
+                    app, scope, receive, with_retry_after(send), place.leave, gate.client_seconds
+                )
             finally:
                 place.leave()
 
@@ -146,7 +156,7 @@ class BoundedBody:
     async def __call__(self) -> Any:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
-        return {"type": "http.disconnect"} if self.exceeded else message
+        return GONE if self.exceeded else message
 
 
 def with_retry_after(send: Any) -> Any:
@@ -164,7 +174,7 @@ def with_retry_after(send: Any) -> Any:
 
 
 async def serve_while_wanted(
-    app: Any, scope: Any, receive: Any, send: Any, on_end: Callable[[], None]
+    app: Any, scope: Any, receive: Any, send: Any, on_end: Callable[[], None], client_seconds: float
 ) -> None:
     """Run ``app``, and cancel it when its client goes before the answer has begun.
 
@@ -175,6 +185,8 @@ async def serve_while_wanted(
         app, scope, receive, send: as in ASGI.
         on_end: called when the answer was sent or the client went: SGLang's background task of a stream keeps
             ``app`` running for two seconds more.
+        client_seconds: who lets us wait longer for a part of the request, or with a part of the answer, has gone:
+            the place is somebody else's.
     """
     body_read, begun = asyncio.Event(), asyncio.Event()
     disconnected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -182,7 +194,11 @@ async def serve_while_wanted(
     async def watched_receive() -> Any:
         if body_read.is_set():
             return await asyncio.shield(disconnected)
-        message = await receive()
+        try:
+            async with asyncio.timeout(client_seconds):
+                message = await receive()
+        except TimeoutError:
+            message = LATE
         if message["type"] == "http.disconnect":
             disconnected.set_result(message)
             body_read.set()
@@ -192,7 +208,16 @@ async def serve_while_wanted(
 
     async def watched_send(message: Any) -> None:
         begun.set()
-        await send(message)
+        if disconnected.done():
+            return
+        try:
+            async with asyncio.timeout(client_seconds):
+                await send(message)
+        except TimeoutError:
+            if not disconnected.done():
+                disconnected.set_result(LATE)
+            on_end()
+            return
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             on_end()
 
@@ -216,8 +241,9 @@ async def serve_while_wanted(
             raise
     finally:
         watcher.cancel()
-        gone = disconnected.done() and not begun.is_set()
+        gone = disconnected.result() if disconnected.done() and not begun.is_set() else None
         disconnected.cancel()
-    if gone:
-        await send({"type": "http.response.start", "status": CLIENT_CLOSED_REQUEST, "headers": []})
+    if gone is not None:
+        status = HTTPStatus.REQUEST_TIMEOUT if gone is LATE else CLIENT_CLOSED_REQUEST
+        await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})

@@ -160,6 +160,14 @@ def parser() -> Parser:
         metavar="S",
         help="how long running requests may take after SIGTERM (default: %(default)s)",
     )
+    network.add_argument(
+        "--client-timeout",
+        type=float,
+        default=admission.DEFAULT_CLIENT_SECONDS,
+        metavar="S",
+        help="how long a client may send nothing of a request that it has begun, or read nothing of a stream that "
+        "fills all buffers, before it counts as gone (default: %(default)s)",
+    )
     memory_flags.add_arguments(result)
     flags.add_arguments(result)
     sfi_options.add_arguments(result)
@@ -224,7 +232,9 @@ def plan(argv: list[str]) -> Plan:
         draft_given=draft is not None,
         engine_flags=[*fixed, *passed_on, *_missing(engine, name), *(DEMO_FLAGS if own.demo else ())],
         face=Face(asked=asked, tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None)),
-        gate=Gate(own.max_in_flight, own.drain_seconds, own.max_body_mib << 20),
+        gate=Gate(
+            own.max_in_flight, own.drain_seconds, own.max_body_mib << 20, client_seconds=own.client_timeout
+        ),
         engine=EngineOptions(
             depth_span=own.depth_span,
             shallow_factor=own.shallow_factor,
@@ -249,6 +259,8 @@ def _problem(own: argparse.Namespace) -> str:
             return f"{flag} must be at least 1, got {value}"
     if not 0 <= own.drain_seconds < float("inf"):
         return f"--drain-seconds must be at least 0, got {own.drain_seconds:g}"
+    if not 0 < own.client_timeout < float("inf"):
+        return f"--client-timeout must be above 0, got {own.client_timeout:g}"
     return ""
 
 

@@ -65,6 +65,7 @@ MISTAKES = [
     (["serve", "x", "--max-in-flight", "0"], 2, "--max-in-flight must be at least 1, got 0"),
     (["serve", "x", "--drain-seconds", "-1"], 2, "--drain-seconds must be at least 0, got -1"),
     (["serve", "x", "--drain-seconds", "nan"], 2, "--drain-seconds must be at least 0, got nan"),
+    (["serve", "x", "--client-timeout", "0"], 2, "--client-timeout must be above 0, got 0"),
     (
         ["serve", "x", "--preset", "fast"],
         2,

@@ -3,10 +3,12 @@
 Three servers are started: each of them is ended by what is tested. About 90 s on two cores, half of them waiting.
 """
 
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import httpx
 import pytest
 from waiting import held, wait_until
 
-DRAIN_SECONDS = 5
+DRAIN_SECONDS, CLIENT_SECONDS = 5, 2
 SHORT = 300
 """Tokens: a second or two on the tiny model."""
 LONG = {"max_new_tokens": 7000, "ignore_eos": True, "temperature": 0}
@@ -25,6 +27,7 @@ LONG = {"max_new_tokens": 7000, "ignore_eos": True, "temperature": 0}
 def ending(start_server, tiny_model):
     """A server that takes three requests at a time and is ended by the last test that uses it."""
     options = ("--max-in-flight", "3", "--drain-seconds", str(DRAIN_SECONDS))
+    options += ("--client-timeout", str(CLIENT_SECONDS))
     return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000", *options)
 
 
@@ -54,16 +57,21 @@ def test_a_client_that_leaves_frees_everything_within_a_second(ending, stream, n
 
 
 class leaving:
-    """A request without streaming whose client hangs up at the end of the block."""
+    """A request whose client reads no answer and hangs up at the end of the block.
 
-    def __init__(self, server, body):
-        import socket
+    Args:
+        missing: how many bytes of the request are never sent.
+    """
 
+    def __init__(self, server, body, missing=0):
         raw = json.dumps(body).encode()
         host, port = server.url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)))
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        self.socket.connect((host, int(port)))
         head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        head += f"Content-Length: {len(raw)}\r\n\r\n"
+        self.socket.sendall(head.encode() + raw[: len(raw) - missing])
 
     def __enter__(self):
         return self
@@ -99,6 +107,30 @@ def test_overload_is_answered_with_503(ending):
         assert ending.client.post("/abort_request", json={"abort_all": True}).status_code == 200
         assert [future.result().status_code for future in inside] == [200] * 3
     assert generate(ending, 4).status_code == 200
+
+
+@pytest.mark.parametrize("what", ["send nothing", "read nothing"])
+def test_clients_that_stop_give_their_places_back(ending, what):
+    """In the midst of a request, or of a stream of more megabytes than all buffers hold, with the socket open."""
+    body = {"text": "the key of", "stream": True, "return_logprob": True, "top_logprobs_num": 100}
+    body["sampling_params"] = {**LONG, "max_new_tokens": SHORT}
+    missing = 4 if what == "send nothing" else 0
+
+    def busy():
+        return generate(ending, 1).status_code == 503
+
+    with contextlib.ExitStack() as clients:
+
+        def full():
+            """One client more, until it is they who hold all places, and none that is just being given back."""
+            clients.enter_context(leaving(ending, body, missing))
+            time.sleep(0.2)
+            return busy()
+
+        wait_until(full, 20)
+        assert busy()
+        wait_until(lambda: not busy(), 40)
+        wait_until(lambda: held(ending) == 0)
 
 
 @pytest.mark.alone
