@@ -144,6 +144,9 @@ def launch(
         signal.signal(
             signal.SIGQUIT, ending.on_engine_failure
         )  # after SGLang's own, which kills without a word
+        from fathom.runtime import metric_files
+
+        metric_files.install()  # the folder is chosen by now, which prometheus_client has to know when imported
         manager = partial(
             ServingTokenizerManager,
             face=face,

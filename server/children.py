@@ -18,6 +18,9 @@ def _prepare(server_args: Any) -> None:
     # And its folder of metrics, into which others write until the HTTP process, which made it, has ended.
     if (folder := getattr(common, "prometheus_multiproc_dir", None)) is not None:
         folder._finalizer.detach()
+    from fathom.runtime import metric_files  # imports what reads the folder's name, which is known by now
+
+    metric_files.install()
     quiet.guard_log()
     if server_args.log_level == "warning":
         quiet.hush_loggers()
