@@ -166,6 +166,21 @@ GPU_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "sampling.penaltylib.repetition_penalty:apply_scaling_penalties",
+        "replace",
+        "a repetition penalty is not compiled in the middle of a request",
+        "logits scaling_penalties",
+    ),
+    relies_on(
+        SCHEDULER,
+        "sampling.sampling_batch_info:SamplingBatchInfo._apply_pre_grammar_logits_transforms",
+        "read",
+        "takes that function from its module",
+        "logits",
+        reads_global("apply_scaling_penalties"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.runner.base_runner:BaseRunner._dummy_run",
         "read",
         "runs requests that nobody made, to tune kernels at start; they have no rids",

@@ -4,16 +4,19 @@ SGLang counts a request's tokens from the last time that it was let in: after a 
 has its minimal length once more before it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
     BatchedPresencePenalizer,
     BatchedRepetitionPenalizer,
+    repetition_penalty,
 )
 
 from fathom.runtime.staging import send
@@ -70,7 +73,14 @@ def prepare(self: Any) -> None:
             count.note(self, row, said)
 
 
-def install() -> None:
-    """Put the function in SGLang's place."""
+def install(native: bool) -> None:
+    """Put the functions in SGLang's places; on a platform of ours, also a repetition penalty that is not compiled.
+
+    SGLang's is: everybody would wait for the compiler when the first request comes that asks for one.
+    """
     for penalizer in COUNTS:
         penalizer._prepare = prepare
+    if native:
+        scale = inspect.unwrap(repetition_penalty.apply_scaling_penalties)
+        for module in (repetition_penalty, sampling_batch_info):
+            module.apply_scaling_penalties = scale

@@ -35,7 +35,7 @@ def install(options: EngineOptions) -> None:
     gloo.share_device()
     seeds.install(ours)
     adapter_files.install()
-    penalties.install()
+    penalties.install(ours)
     stop_patterns.install()
     if ours:
         from sglang.srt.mem_cache import registry

@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch._dynamo
 from greedy import TOLERANCE, body_of
-from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+from sglang.srt.sampling import sampling_batch_info
+from sglang.srt.sampling.penaltylib import (
+    BatchedPenalizerOrchestrator,
+    BatchedRepetitionPenalizer,
+    repetition_penalty,
+)
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from transformers import AutoModelForCausalLM
 
 from fathom.runtime.sglang_host import penalties
@@ -123,3 +129,33 @@ def test_what_was_said_counts_as_if_it_had_been_counted_one_by_one(penalizer, mo
         one_by_one.apply(want)
         assert torch.equal(got[row], want[0])
     assert not torch.equal(got, logits)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Our functions in SGLang's places, for one test."""
+    for penalizer in penalties.COUNTS:
+        monkeypatch.setattr(penalizer, "_prepare", penalizer._prepare)
+    for module in (repetition_penalty, sampling_batch_info):
+        monkeypatch.setattr(module, "apply_scaling_penalties", module.apply_scaling_penalties)
+    penalties.install(native=True)
+
+
+@torch._dynamo.config.patch(disable=False)
+def test_a_repetition_penalty_compiles_nothing(installed):
+    """On a GPU, too, where PyTorch's compiler is on: nobody waits for it when the first such request comes."""
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    batch = Batch([request([7], repetition_penalty=1.5), request([9, 11], repetition_penalty=0.5)])
+    penalizers = BatchedPenalizerOrchestrator(VOCABULARY, batch, {BatchedRepetitionPenalizer})
+    torch._dynamo.utils.counters.clear()
+    at_once, ahead = logits.clone(), logits.clone()
+    penalizers.apply(at_once)
+    info = SimpleNamespace(
+        acc_additive_penalties=None,
+        acc_scaling_penalties=penalizers.accumulate_scaling_penalties(),
+        penalizer_orchestrator=None,
+    )
+    SamplingBatchInfo._apply_pre_grammar_logits_transforms(info, ahead)
+    changed = (at_once != logits).nonzero().tolist()
+    assert changed == [[0, 7], [1, 9], [1, 11]] and torch.equal(at_once, ahead)
+    assert not torch._dynamo.utils.counters["frames"]
