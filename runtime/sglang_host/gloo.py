@@ -5,13 +5,19 @@ group lives. SGLang makes nine groups, also where there is one rank: of a server
 what it takes from its processor.
 """
 
+import os
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Environment variable in which an operator names what groups talk over: PyTorch makes devices for these."""
+
 
 def share_device() -> None:
     """Let all groups of this process share a device. Call before the first is made."""
+    if os.getenv(INTERFACES):
+        return
     from torch.distributed import distributed_c10d
 
     gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)

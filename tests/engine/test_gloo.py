@@ -45,3 +45,10 @@ def test_groups_share_the_thread_of_a_device(tmp_path):
     assert sorted(answers) == [
         (rank, 2 * GROUPS, [1 + 2.0**p for p in range(GROUPS)]) for rank in range(RANKS)
     ]
+
+
+def test_interfaces_that_an_operator_names_are_used(monkeypatch):
+    stock = distributed.distributed_c10d.ProcessGroupGloo
+    monkeypatch.setenv(gloo.INTERFACES, "lo")
+    gloo.share_device()
+    assert distributed.distributed_c10d.ProcessGroupGloo is stock
