@@ -29,8 +29,11 @@ class BurstResult(GenerationBatchResult):
 def with_runs(result: GenerationBatchResult, runs: dict[int, Run]) -> BurstResult:
     """The result with the runs in place of what SGLang sampled for those requests."""
     assert isinstance(result.next_token_ids, torch.Tensor), "SGLang sampled in this step"
-    for index, run in runs.items():
-        result.next_token_ids[index] = run.tokens[-1]
+    tokens = result.next_token_ids
+    # A number that is put into a GPU's tensor by its place would be waited for.
+    told = torch.tensor([list(runs), [run.tokens[-1] for run in runs.values()]], dtype=torch.int64)
+    places, last = send(told, tokens.device)
+    tokens.index_copy_(0, places, last.to(tokens.dtype))
     return burst(result, runs)
 
 

@@ -42,6 +42,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import key_shares, selector_scores, stable_top_k  # noqa: E402
 from fathom.runtime.sglang_host import (  # noqa: E402
+    bursts,
     compression,
     decode_graphs,
     draft_side,
@@ -322,6 +323,7 @@ def install():
         (tails.Tails, ("take", "shrink")),
         (speculation, ("_choose", "_judged", "settle")),
         (compression.CompressionStep, ("_select",)),
+        (bursts, ("with_runs",)),
     ):
         for name in names:
             Waits.of(place, name)

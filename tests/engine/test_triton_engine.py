@@ -204,6 +204,7 @@ def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
     waits = server.engine()["draft"]["waits"]
     assert waits.pop("_judged") == {"1": 0}
     assert not any(waits.pop("shrink").values())  # what is given back is known from when it was taken
+    assert waits.pop("with_runs") == {"1": 0}
     for most in (waits["take"], waits["_choose"]):
         assert max(map(int, most)) == 3 and max(most.values()) <= 1
     assert waits["settle"]["3"] == 2  # for what stands, and for its log-probabilities
