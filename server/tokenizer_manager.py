@@ -50,7 +50,8 @@ _UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'"
 
 
 class FathomTokenizerManager(TokenizerManager):
-    """One per server. Every generation, by whichever route it came, leaves here with a policy."""
+    """One per server. Every generation, by whichever route it came, leaves here with a policy: by no route of
+    generations, as for scores, with the exact one, since nothing in the answer could tell of another."""
 
     _custom_labels: frozenset[str] = frozenset()
 
@@ -146,7 +147,7 @@ class FathomTokenizerManager(TokenizerManager):
             yield await self.get_internal_state()  # generations wait: any other sign of the engine must do
             return
         if isinstance(obj, GenerateReqInput):
-            policy = context.policy if context else self.face.default
+            policy = context.policy if context else Policy()  # no generation route: as SGLang serves it
             try:
                 if clients:
                     bounds.check_clients(obj)
@@ -211,7 +212,7 @@ class FathomTokenizerManager(TokenizerManager):
         super()._init_req_state(obj, request)
         if not isinstance(obj, GenerateReqInput) or self.server_status == ServerStatus.Starting:
             return  # an embedding, or the server warming itself up
-        context = CURRENT.get() or RequestContext(OTHER, self.face.default, 0.0)
+        context = CURRENT.get() or RequestContext(OTHER, Policy(), 0.0)
         for rid in rids_of(obj):
             state = self.rid_to_state[rid]
             start = context.received_time or state.time_stats.created_time

@@ -1,5 +1,7 @@
 """Routes that generate under the server's default policy: a wish for another is refused, all else is handed on."""
 
+import math
+
 import pytest
 from noisy import draft_flags, noisy_copy
 
@@ -54,11 +56,17 @@ def test_a_body_that_is_not_called_json_is_the_clients_mistake(server):
         assert reply.json()["type"] == "BadRequestError"
 
 
-def test_system_text_stays_under_the_default_policy(start_server, tiny_model, tmp_path):
-    """On each route of chats: as much of the same prompt is kept as on the one that carries policies."""
-    draft = noisy_copy(tiny_model, tmp_path, 0.0008)
+@pytest.fixture(scope="module")
+def judging_server(start_server, tiny_model, tmp_path_factory):
+    """By default it keeps a fifth of what is longer than a few tokens."""
+    draft = noisy_copy(tiny_model, tmp_path_factory.mktemp("draft"), 0.0008)
     default = ("--prefill-keep-rate", "0.2", "--min-prompt-tokens", "64", *draft_flags(draft))
-    server = start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "8000", *default)
+    return start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "8000", *default)
+
+
+def test_system_text_stays_under_the_default_policy(judging_server, tiny_model):
+    """On each route of chats: as much of the same prompt is kept as on the one that carries policies."""
+    server = judging_server
     rules, document = ("\n".join(f"{word} {i} is kept." for i in range(40)) for word in ("Rule", "Page"))
     messages = [{"role": "system", "content": rules}, {"role": "user", "content": document}]
     limits = {
@@ -79,3 +87,24 @@ def test_system_text_stays_under_the_default_policy(start_server, tiny_model, tm
     prompt = reply["usage"]["prompt_tokens"]
     assert 0.4 * prompt < tokens < 0.6 * prompt  # the system text is more than SpecPrefill's share
     assert kept("/api/chat")[0] == kept("/invocations")[0] == tokens
+
+
+def test_scores_are_those_of_the_whole_prompt(judging_server):
+    """Their answers could not tell that the default policy left something out."""
+    prompt, labels = [6 + i * 37 % 1900 for i in range(600)], [5, 6]
+
+    def share_of_the_first(policy):
+        body = {"input_ids": prompt, "return_logprob": True, "token_ids_logprob": labels, **policy}
+        body["sampling_params"] = {"temperature": 0, "max_new_tokens": 1}
+        meta = judging_server.client.post("/generate", json=body).json()["meta_info"]
+        first, second = (value for value, *_ in meta["output_token_ids_logprobs"][0])
+        return 1 / (1 + math.exp(second - first)), meta["fathom"]["kept_tokens"]
+
+    asked = {"query": prompt[:-9], "items": [prompt[-9:]], "label_token_ids": labels, "apply_softmax": True}
+    reply = judging_server.client.post("/v1/score", json=asked | {"model": "m"})
+    exact, kept = share_of_the_first({"fathom": {"preset": "exact"}})
+    assert kept == len(prompt) and reply.json()["scores"][0][0] == pytest.approx(exact, abs=1e-4), reply.text
+    otherwise, kept = share_of_the_first({})
+    assert kept < len(prompt) / 3 and abs(otherwise - exact) > 0.01
+    ended = judging_server.series("fathom:requests_total")
+    assert ended['fathom:requests_total{outcome="length",preset="exact",route="other"}'] == 1

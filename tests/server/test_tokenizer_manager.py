@@ -407,11 +407,14 @@ LOGPROBS = {"return_logprob": True, "logprob_start_len": 0}
 def test_a_refused_stream_can_be_cleaned_up(manager, asked, message):
     """SGLang's task after a stream asks whether the request was single; if that fails, the connection is closed
     under whatever request is on it by then."""
-    manager.face = Face(asked={"depth_cutoff": 4})
     manager.model_config = SimpleNamespace(vocab_size=100)
     obj = GenerateReqInput(text="a", stream=True, **asked)
-    with pytest.raises(ValueError, match=message):
-        asyncio.run(anext(manager.generate_request(obj)))
+    token = ours.CURRENT.set(RequestContext("/generate", DEEP, 0.0))
+    try:
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(anext(manager.generate_request(obj)))
+    finally:
+        ours.CURRENT.reset(token)
     assert obj.is_single and obj.rid
 
 
