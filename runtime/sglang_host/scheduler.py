@@ -325,7 +325,11 @@ class FathomScheduler(Scheduler):
             "the model takes images or sound": config.is_multimodal,
         }
         found = [reason for reason, holds in reasons.items() if holds]
-        lacking = {} if self.tp_worker.draft_worker else without_draft()
+        draft = self.tp_worker.draft_worker
+        lacking = {} if draft else without_draft()
+        if draft is not None and attention_layers.window_of(draft.model_runner):
+            # Scores are of all keys of the prompt, and such layers look at the last ones only.
+            lacking["SpecPrefill"] = "the draft model has sliding-window layers"
         lacking |= dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {}
         lacking |= {"SFI": reason} if (reason := self.tp_worker.lacks_slow_fast()) else {}
         found += [reason] if (reason := devices.why_not(config, self.ps.tp_size)) else []

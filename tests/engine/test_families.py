@@ -74,6 +74,27 @@ def test_windows_of_which_sglang_tells_nothing(start_server, tmp_path):
     assert reply.status_code == 200, reply.text
 
 
+def test_a_draft_with_windows_drafts_and_judges_no_prompt(start_server, tiny_model, tmp_path):
+    """OLMo 3's layers have some: what is far from a prompt's end they do not look at, so that they cannot say what
+    it is worth."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+    draft = save_random_model(
+        tmp_path, "Olmo3", num_hidden_layers=2, num_key_value_heads=4, head_dim=16, **kinds
+    )
+    server = start_server(tiny_model, *SERVED, *draft_flags(draft))
+    prompt = list(range(6, 150))
+
+    def ask(policy):
+        return server.client.post("/generate", json=body_of(prompt, policy, 12))
+
+    reply = ask({"prefill_keep_rate": 0.5})
+    assert reply.status_code == 400 and "the draft model has sliding-window layers" in reply.text
+    assert list(server.engine()["lacking"]) == ["SpecPrefill"]
+    drafted, dense = ask({"speculative": True}).json(), ask({}).json()
+    assert drafted["output_ids"] == dense["output_ids"]
+    assert drafted["meta_info"]["fathom"]["draft_tokens"] > 0
+
+
 USED = {"sliding_window": 4096, "use_sliding_window": True}
 
 
