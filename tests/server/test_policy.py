@@ -102,6 +102,21 @@ def test_fingerprints_tell_apart_what_computes_prompts_differently(one, other):
         assert len(first.fingerprint()) <= 16
 
 
+BUSY = {"prefill_keep_rate": 0.2, "depth_cutoff": 8, "tsp_rate": 0.2, "kv_retention_rate": 0.2}
+BUSY |= {"decode": "slow_fast", "speculative": True}
+EARLIER = {"prefill_keep_rate": 0.3, "lookahead": 4, "min_prompt_tokens": 0, "prefill_selection": "random"}
+EARLIER |= {"depth_cutoff": 12, "anchors": "none", "tsp_rate": 0.3, "speculative": False}
+LATER = {"kv_retention_rate": 0.3, "retention_policy": "random", "decode": "full", "sfi_selection": "random"}
+LATER |= {"sfi_budget": 8, "sfi_window": 8, "draft_tokens": 2}
+
+
+@pytest.mark.parametrize("name", [name for name in config.SPECS if name != "preset"])
+def test_each_field_alone_is_in_the_fingerprint_if_prompts_are_computed_by_it(name, every_mechanism):
+    changed = BUSY | {name: (EARLIER | LATER)[name]}
+    one, other = (parse(each, Policy(), LIMITS).fingerprint() for each in (BUSY, changed))
+    assert (one != other) == (name in EARLIER)
+
+
 @pytest.mark.parametrize(
     ("request_object", "message"),
     [
