@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -166,13 +167,18 @@ def test_who_leaves_while_an_adapter_is_loaded_takes_none_away(server, four):
     loaded = {model["id"] for model in server.client.get("/v1/models").json()["data"]} & set(four)
     (missing,) = set(four) - loaded
     busy = [body_of(prompt_of("dense"), {}, 400) | {"lora_path": name, "stream": True} for name in loaded]
+    engine = server.engine()["pid"]
     with contextlib.ExitStack() as streams:
         for body in busy:
             stream = streams.enter_context(server.client.stream("POST", "/generate", json=body))
             next(stream.iter_lines())
-        with pytest.raises(httpx.ReadTimeout):  # waits until one of the others may go
-            server.client.post("/generate", json=short_of(missing), timeout=0.1)
-        time.sleep(0.2)
+        os.kill(engine, signal.SIGSTOP)  # so that no stream ends
+        try:
+            with pytest.raises(httpx.ReadTimeout):  # waits until one of the others may go
+                server.client.post("/generate", json=short_of(missing), timeout=0.5)
+            time.sleep(0.2)
+        finally:
+            os.kill(engine, signal.SIGCONT)
     for name in four:
         reply = server.client.post("/generate", json=short_of(name))
         assert reply.status_code == 200, reply.text
