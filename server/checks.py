@@ -239,6 +239,31 @@ def check_draft(target: str, draft: str) -> None:
         raise StartError(f"{option} {draft}: {message}")
 
 
+def described(server_args: Any, drafted: bool) -> list[Any]:
+    """SGLang's description (``ModelConfig``) of the model, and of its draft where there is one.
+
+    Raises:
+        StartError: when a model has none, or when a draft's context is shorter than the model's.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.environ import envs
+
+    try:
+        found = [ModelConfig.from_server_args(server_args)]
+        if drafted:
+            draft = server_args.speculative_draft_model_path
+            found.append(ModelConfig.from_server_args(server_args, draft, is_draft_model=True))
+    except Exception as error:
+        raise StartError(one_line(error)) from error
+    model, *others = (each.context_len for each in found)
+    if others and others[0] < model and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        raise StartError(
+            f"--draft-model-path {draft}: its context has {others[0]} tokens, the model's {model}; "
+            f"what both have is served with --context-length {others[0]}"
+        )
+    return found
+
+
 def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:
     """How two vocabularies (token to id) differ, in words; "" when they are the same."""
     if len(target) != len(draft):

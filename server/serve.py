@@ -394,15 +394,8 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
     Returns:
         The engine's options, with what follows from the model.
     """
-    from sglang.srt.configs.model_config import ModelConfig
-
     drafted, options = work.draft is not None, work.engine
-    try:
-        model = ModelConfig.from_server_args(server_args)
-        draft = server_args.speculative_draft_model_path
-        others = [ModelConfig.from_server_args(server_args, draft, is_draft_model=True)] if drafted else []
-    except Exception as error:
-        raise StartError(checks.one_line(error)) from error
+    model, *others = checks.described(server_args, drafted)
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
     buffer = work.propagation_buffer

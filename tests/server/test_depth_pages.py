@@ -1,8 +1,9 @@
-"""Models and failures of which an operator with a GPU is told that there is a way without depth pages."""
+"""Models, drafts and failures of which an operator is told in time; on a GPU also of a way without depth pages."""
 
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,25 @@ def test_the_draft_is_asked_about_too(monkeypatch):
     arguments = serve._server_args([*work.engine_flags, *draft], work.engine)
     serve._learn_limits(work, arguments)
     assert [model.model_path for model in asked] == [work.model, work.draft]
+
+
+def test_a_draft_whose_context_is_too_short(tmp_path, monkeypatch):
+    """The engine would end with a traceback about a target."""
+    work = serve.plan(["--demo"])
+    config = json.loads((Path(work.draft) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    draft = ["--speculative-draft-model-path", str(tmp_path)]
+
+    def described(*words):
+        return checks.described(serve._server_args([*work.engine_flags, *draft, *words], work.engine), True)
+
+    own = ModelConfig(work.model).context_len
+    message = f"--draft-model-path {tmp_path}: .* 512 tokens, the model's {own}; .*--context-length 512"
+    with pytest.raises(StartError, match=message):
+        described()
+    assert [model.context_len for model in described("--context-length", "512")] == [512, 512]
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    assert [model.context_len for model in described()] == [own, 512]  # SGLang lets its operator say so
 
 
 @pytest.mark.parametrize("model", ["Llama"], indirect=True)
