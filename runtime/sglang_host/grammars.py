@@ -1,7 +1,8 @@
 """Compiled grammars of structured output, of which the engine keeps no more than it should.
 
 SGLang keeps every grammar that a request ever brought, and XGrammar's compiler keeps it once more, both without a
-limit: with a vocabulary of 128,000 tokens a JSON schema of twelve members takes 0.3 MiB, a regular expression ten.
+limit: with a vocabulary of 128,000 tokens a JSON schema of twelve members takes 0.3 MiB, and a regular expression
+of bounded repetitions nine.
 """
 
 from collections import OrderedDict
