@@ -102,8 +102,9 @@ class FathomTokenizerManager(TokenizerManager):
         """
         wanted = {name for name in each(obj, "lora_path") if name is not None}
         if not await self.lora_registry.get_unregistered_loras(wanted):
-            await super()._resolve_lora_path(obj)
-            return
+            with contextlib.suppress(Unloaded):
+                await super()._resolve_lora_path(obj)
+                return
         async with self._loads_adapters:
             for _ in range(LOADS - 1):
                 with contextlib.suppress(Unloaded):

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from fathom.server.adapters import Adapters, Unloaded, adapter_of
+from fathom.server.tokenizer_manager import FathomTokenizerManager
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,23 @@ def test_no_adapter_is_unloaded_between_its_look_up_and_its_use():
         await asyncio.wait_for(unloading, 5)
 
     asyncio.run(scenario())
+
+
+def test_a_request_whose_adapter_goes_before_its_use_has_it_loaded_again(monkeypatch):
+    """Also where all of its adapters were there when it came."""
+    times = []
+
+    async def resolve(self, obj):
+        times.append(self._loads_adapters.locked())
+        if len(times) < 3:
+            raise Unloaded("legal")
+
+    monkeypatch.setattr(TokenizerManager, "_resolve_lora_path", resolve)
+    manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    manager._loads_adapters = asyncio.Lock()
+    manager.lora_registry = Adapters([LoRARef(lora_name="legal", lora_path="legal")], list)
+    asyncio.run(manager._resolve_lora_path(SimpleNamespace(lora_path="legal")))
+    assert times == [False, True, True]
 
 
 def test_room_is_made_by_an_adapter_that_nobody_asks_for():
