@@ -6,6 +6,7 @@ The staircase is the engine's own arithmetic on token counts; the ratios are tho
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,8 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
-def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
-    """The shape of a model from its folder or its ``config.json``, and its context length in tokens, if given.
+def read_config(model: str) -> tuple[cost.ModelShape, dict[str, Any]]:
+    """The shape of a model from its folder or its ``config.json``, and what that says of its text layers.
 
     Raises:
         StartError: when there is none, or one that cannot be counted.
@@ -136,7 +137,7 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
         shape = cost.ModelShape.from_config(content)
         if odd := [name for name, value in asdict(shape).items() if type(value) is not int or value < 1]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
-        return shape, (content.get("text_config") or content).get("max_position_embeddings")
+        return shape, content.get("text_config") or content
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
     except KeyError as error:
@@ -149,6 +150,13 @@ def read_config(model: str) -> tuple[cost.ModelShape, int | None]:
         raise StartError(f"{path}: {reason}") from None
 
 
+def _window(text: Mapping[str, Any]) -> int:
+    """The sliding window of some of a model's layers, in tokens; 0 where its config asks for none."""
+    kinds = text.get("layer_types")
+    used = text.get("use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return (text.get("sliding_window") or 0) if used else 0
+
+
 def case_of(options: argparse.Namespace) -> Case:
     """What the command line asks about.
 
@@ -157,7 +165,8 @@ def case_of(options: argparse.Namespace) -> Case:
             decides.
     """
     demo, prompt = options.model is None, options.prompt_tokens
-    shape, context = read_config(options.model or str(checks.demo_model()))
+    shape, content = read_config(options.model or str(checks.demo_model()))
+    context = content.get("max_position_embeddings")
     drafted = options.draft_model_path or (str(checks.demo_model("draft")) if demo else None)
     draft = read_config(drafted)[0] if drafted else None
     if options.preset and "preset" in options.policy:
@@ -185,6 +194,11 @@ def case_of(options: argparse.Namespace) -> Case:
     if context and prompt + options.output_tokens > context:
         notes.append(
             f"The model's context is {context:,} tokens: a server would refuse this prompt and answer."
+        )
+    if window := _window(content):
+        notes.append(
+            f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token; a server "
+            "whose engine has such windows takes no policy but exact."
         )
     if shape.experts > 1 and options.batch > 1:
         notes.append(

@@ -119,6 +119,23 @@ def test_what_the_run_decides_is_said(figures):
     assert one["ratios"] == {"kv": 1, "ttft": 1, "tpot": None, "tpot_kv": None}
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 2}, True),
+        ({"sliding_window": 1024}, True),
+        ({"text_config": SMALL | {"sliding_window": 1024}}, True),
+        ({"sliding_window": 1024, "layer_types": ["full_attention"] * 4}, False),
+        ({"sliding_window": 1024, "use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+    ],
+)
+def test_sliding_windows_are_said_not_to_be_counted(figures, model, changes, told):
+    (model / "config.json").write_text(json.dumps(SMALL | changes))
+    notes = figures("--prompt-tokens", 3000)["notes"]
+    assert any("sliding window of 1,024 tokens" in note for note in notes) == told
+
+
 def test_the_table_of_the_demo(capsys):
     assert cli.main(["explain", "--prompt-tokens", "4k", "--preset", "turbo"]) == 0
     text = capsys.readouterr().out
