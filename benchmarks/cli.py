@@ -25,12 +25,11 @@ from fathom.benchmarks import (
     vllm_env,
 )
 from fathom.benchmarks.args import STARTED, check_attached, least_tokens, parser, plan, room
-from fathom.benchmarks.client import BenchError
+from fathom.benchmarks.failures import FAILURES, exit_code
 from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
 from fathom.benchmarks.prompts import Cell, Prompts, Settings, question_prompts, random_prompts
 from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, asked_exact, with_flags
-from fathom.server.checks import StartError
 
 
 def chosen_variants(args: argparse.Namespace) -> list[Variant]:
@@ -250,9 +249,8 @@ def main(argv: list[str]) -> int:
         args = parser().parse_args(studies.expand(argv))
         fidelity = known_fidelity(args)
         result = run(args, argv)
-    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
-        print(f"fathom bench: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    except FAILURES as error:
+        return exit_code("bench", error)
     except KeyboardInterrupt:
         print("fathom bench: interrupted, nothing written", file=sys.stderr)
         return 130

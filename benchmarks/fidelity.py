@@ -19,6 +19,7 @@ from tqdm import tqdm
 from fathom.benchmarks import fidelity_files, fidelity_report, liveness, report, servers, stats
 from fathom.benchmarks.attached import attach
 from fathom.benchmarks.client import BenchError, open_client
+from fathom.benchmarks.failures import FAILURES, exit_code
 from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parse
 from fathom.benchmarks.fidelity_checks import check
 from fathom.benchmarks.fidelity_client import Item, ask_all
@@ -26,7 +27,7 @@ from fathom.benchmarks.fidelity_report import Results, Scored
 from fathom.benchmarks.usage import Sampler
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
 from fathom.demo.corpus import Sample, eval_samples, prompt_ids
-from fathom.server.checks import StartError, demo_model, one_line
+from fathom.server.checks import demo_model, one_line
 
 SCHEMA = 2
 ANSWER_SLACK = 8
@@ -281,9 +282,8 @@ def main(argv: list[str]) -> int:
             print(f"Written: {export(asked, args.export)} questions to {args.export}")
             return 0
         result = run(todo, asked, model, args, argv)
-    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
-        print(f"fathom fidelity: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError | OSError) else 2
+    except FAILURES as error:
+        return exit_code("fidelity", error)
     except KeyboardInterrupt:
         print("fathom fidelity: interrupted, nothing written", file=sys.stderr)
         return 130

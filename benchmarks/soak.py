@@ -23,12 +23,13 @@ from tqdm import tqdm
 from fathom.benchmarks import liveness, report, servers, stats, usage
 from fathom.benchmarks.args import named_policy, result_file
 from fathom.benchmarks.client import BenchError, open_client
+from fathom.benchmarks.failures import FAILURES, exit_code
 from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, filled, with_body, with_flags
 from fathom.demo.corpus import eval_samples
 from fathom.runtime.config import SPECS
-from fathom.server.checks import StartError, demo_model
+from fathom.server.checks import demo_model
 
 CONTEXTS = (150, 300, 600)
 CONTEXT = 1088
@@ -438,9 +439,8 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     try:
         result = run(checked(args), argv)
-    except (BenchError, StartError, ValueError, OSError) as error:  # a folder that cannot be written, for one
-        print(f"fathom soak: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, BenchError | OSError) else 2
+    except FAILURES as error:
+        return exit_code("soak", error)
     except KeyboardInterrupt:
         print("fathom soak: interrupted, nothing written", file=sys.stderr)
         return 130

@@ -28,7 +28,9 @@ from fathom.benchmarks import (
     soak,
     variants,
 )
+from fathom.benchmarks.client import BenchError
 from fathom.runtime import config
+from fathom.server.checks import FAILURE, StartError
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 STOCK_FIRST, FATHOM_FIRST = 0.20, 0.10
@@ -281,6 +283,26 @@ def test_a_folder_that_cannot_be_written_is_one_line(command, tmp_path, capsys):
     assert command.main([*words, "--cache", str(tmp_path / "file" / "cache")]) == 1
     told = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert len(told) == 1 and "Not a directory" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StartError("no such model"), 2),
+        (StartError("it has no tokenizer", FAILURE), FAILURE),
+        (ValueError("no such cell"), 2),
+        (BenchError("nothing was dropped"), 1),
+        (OSError("no room"), 1),
+    ],
+)
+@pytest.mark.parametrize("command", [cli, fidelity, soak])
+def test_all_tools_end_alike(command, error, code, monkeypatch, capsys):
+    def run(*_):
+        raise error
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main([]) == code
+    assert capsys.readouterr().err.endswith(f": error: {error}\n")
 
 
 @pytest.mark.parametrize("command", [args, calibrate, fidelity_args, paper_tables, sfi_kernels, soak])
