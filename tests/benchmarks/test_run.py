@@ -295,12 +295,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(command, tmp_path, capsys):
         (OSError("no room"), 1),
     ],
 )
-@pytest.mark.parametrize("command", [cli, fidelity, soak])
-def test_all_tools_end_alike(command, error, code, monkeypatch, capsys):
-    def run(*_):
+@pytest.mark.parametrize(("command", "first"), [(cli, "run"), (fidelity, "grid"), (soak, "run")])
+def test_all_tools_end_alike(command, first, error, code, monkeypatch, capsys):
+    def fails(*_):
         raise error
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, first, fails)
     assert command.main([]) == code
     assert capsys.readouterr().err.endswith(f": error: {error}\n")
 
