@@ -43,10 +43,26 @@ def specprefill_of(request: Req) -> SpecPrefillConfig:
     return config_of(policy_of(request))
 
 
+_SELECTIONS: weakref.WeakKeyDictionary[Req, tuple[int, Step | None]] = weakref.WeakKeyDictionary()
+
+
+def selection_of(request: Req) -> Step | None:
+    """SpecPrefill's step of the request's prompt; None where it stays whole.
+
+    Asked for in every engine step: what a selection must keep may be thousands of spans, one per tool result.
+    """
+    length = prompt_tokens(request)
+    known = _SELECTIONS.get(request)
+    if known is not None and known[0] == length:
+        return known[1]
+    found = step(specprefill_of(request), length, protected_spans(request))
+    _SELECTIONS[request] = length, found
+    return found
+
+
 def is_judged(request: Req) -> bool:
     """Whether the draft decides which tokens of the prompt enter the target."""
-    config = specprefill_of(request)
-    return step(config, prompt_tokens(request), protected_spans(request)) is not None
+    return selection_of(request) is not None
 
 
 def speculates(request: Req) -> bool:
@@ -111,7 +127,7 @@ def separate_cache_key(request: Req) -> None:
 
 def _propagates(request: Req) -> bool:
     """Whether FastKV selects from this prompt: it is long enough to, and short enough for the buffer."""
-    selection = step(specprefill_of(request), prompt_tokens(request), protected_spans(request))
+    selection = selection_of(request)
     entered = prompt_tokens(request) if selection is None else selection.most_kept(prompt_tokens(request))
     config = fastkv_config(policy_of(request), LAYOUT.tsp_layer)
     anchored = policy_of(request).get("depth_cutoff", "full") != "full"
@@ -157,7 +173,7 @@ def plan_of(request: Req, layers: int, span: int) -> PrefillPlan:
     known = _PLANS.get(request)
     if known is not None and known[0] == length and (known[1].layers, known[1].span) == (layers, span):
         return known[1]
-    selection = step(specprefill_of(request), length, protected_spans(request))
+    selection = selection_of(request)
     fields = tuple(sorted(policy_of(request).items()))
     plan = _plan(fields, layers, span, length, selection, not propagation_skipped(request))
     _PLANS[request] = length, plan

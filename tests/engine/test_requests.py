@@ -88,6 +88,27 @@ def test_prompts_under_one_key_have_shared_kv_at_the_same_spans(fields, prompts)
         assert depths.keys() == {cache_key(client_key, policy) for _, _, client_key in prompts}
 
 
+def test_what_a_selection_must_keep_is_gone_through_once_per_length():
+    """A conversation with tools may have thousands of such spans, and each engine step asks."""
+
+    class Spans(list):
+        looks = 0
+
+        def __iter__(self):
+            self.looks += 1
+            return super().__iter__()
+
+    spans = Spans([[40 * i, 40 * i + 32] for i in range(1000)])
+    policy = policy_of({"prefill_keep_rate": 0.5, "min_prompt_tokens": 0})
+    request = Request(policy, 100_000, spans)
+    for _ in range(3):
+        assert requests.is_judged(request)
+        requests.plan_of(request, LAYERS, SPAN)
+    assert spans.looks == 1
+    del request.origin_input_ids[40_000:]
+    assert not requests.is_judged(request)
+
+
 @pytest.mark.parametrize("fields", [{}, {"depth_cutoff": 6}, WHOLE_AND_JUDGED])
 def test_an_adapters_key_is_no_clients(fields):
     policy, keys = policy_of(fields), set()
