@@ -33,8 +33,9 @@ KV_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "mem_cache.allocator.paged:PagedTokenToKVPoolAllocator._release_page_ids",
         "override",
-        "every free of virtual pages passes here",
+        "every free of virtual pages passes here, and the free ones are one list, of which the first go first",
         "page_ids",
+        reads_attributes("need_sort free_pages"),
     ),
     *(
         relies_on(

@@ -12,6 +12,25 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """
 
     free_pages: torch.Tensor
+    _list: torch.Tensor  # of all pages, whose end the free ones are
+
+    def clear(self) -> None:
+        super().clear()
+        self._list = self.free_pages
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        """Free these pages, in the places of as many that were handed out: SGLang writes the whole list anew, for
+        each request that ends and each leaf of the prefix cache that goes."""
+        if self.need_sort:
+            super()._release_page_ids(*page_ids)
+            return
+        end = len(self._list) - len(self.free_pages)
+        for ids in reversed(page_ids):
+            begin = end - len(ids)
+            assert begin >= 0, "more pages were given back than there are"
+            self._list[begin:end] = ids
+            end = begin
+        self.free_pages = self._list[end:]
 
     def alloc_extend(
         self,

@@ -45,6 +45,48 @@ def test_growing_requests_hold_disjoint_pages(page_size, growth):
     assert pool.available_size() == PAGES * page_size
 
 
+class Rewritten(TorchPagedAllocator):
+    """Frees as SGLang does."""
+
+    _release_page_ids = PagedTokenToKVPoolAllocator._release_page_ids
+
+
+@given(
+    page_size=st.sampled_from([1, 4]),
+    need_sort=st.booleans(),
+    moves=st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=40),
+)
+@settings(max_examples=80, deadline=None)
+def test_pages_come_back_in_sglangs_order_and_into_one_list(page_size, need_sort, moves):
+    """A list that is written anew with each request that ends costs as much as the pool is large."""
+    ours, stock = (
+        kind(60 * page_size, page_size, torch.float32, "cpu", NoCache(), need_sort)
+        for kind in (TorchPagedAllocator, Rewritten)
+    )
+    held, place = [], ours.free_pages.untyped_storage().data_ptr()
+    for takes, count in moves:
+        if takes:
+            slots = [pool.alloc(count % 7 * page_size) for pool in (ours, stock)]
+            assert [found is None for found in slots] in ([True] * 2, [False] * 2)
+            if slots[0] is not None:
+                assert torch.equal(*slots)
+                held.append(slots[0])
+        elif held:
+            given_back = (
+                held.pop(count % len(held)),
+                held.pop() if held and count % 2 else torch.zeros(0).long(),
+            )
+            for pool in (ours, stock):
+                pool.free_group_begin()
+                for slots in given_back:
+                    pool.free_segment(slots, start_pos=0)
+                pool.free_group_end()
+        assert torch.equal(ours.get_all_free_pages(), stock.get_all_free_pages())
+        assert need_sort or ours.free_pages.untyped_storage().data_ptr() == place
+    ours.clear()
+    assert ours.available_size() == 60 * page_size
+
+
 def test_a_full_pool_hands_out_nothing():
     pool = allocator(3, 4)
     none, ten, last = torch.tensor([0]), torch.tensor([10]), torch.tensor([-1])
