@@ -6,6 +6,7 @@ the whole path from the root to it, are equally deep.
 """
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from sglang.srt.runtime_context import get_memory
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.requests import alternates, uses_draft
+
+EVICTIONS = 128
+"""In which everything that is cached and not in use would be gone."""
 
 _default_factory = registry.default_radix_cache_factory
 
@@ -147,9 +151,12 @@ class DepthRadixCache(RadixCache):
         return length, last
 
     def evict(self, params: Any) -> Any:
+        """SGLang's, which ranks all leaves anew in each call: a full cache of many short prompts is not asked for a
+        few tokens in every decode step, but for a share of it now and then."""
         pool = self.token_to_kv_pool_allocator.memory.pool
         before = pool.in_use.copy()
-        result = super().evict(params)
+        at_once = self.evictable_size_ // EVICTIONS
+        result = super().evict(replace(params, num_tokens=max(params.num_tokens, at_once)))
         self.evictable_per_span -= before - pool.in_use
         return result
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -58,6 +58,30 @@ def test_counts_are_those_of_the_nodes(seed, size):
             locked.append(node)
         assert tree.evictable_per_span.tolist() == evictable(tree, size).tolist()
     assert 0 < len(asked) <= len(tree.root_node.children)
+
+
+def test_a_full_cache_of_many_leaves_is_not_ranked_for_every_token(monkeypatch):
+    """Each token of a decode step asks for room; the oldest leaves go first, and hardly more than are asked for."""
+    leaves, ranked, freed = 2000, [], []
+    pool = SimpleNamespace(in_use=np.zeros(SPANS, np.int64))
+    memory = SimpleNamespace(spans=SPANS, shared=SimpleNamespace(depth=lambda page: SPANS), pool=pool)
+    allocator = SimpleNamespace(
+        device="cpu", memory=memory, free_segment=lambda slots, start_pos: freed.append(int(slots[0]) // 2)
+    )
+    tree = DepthRadixCache(CacheInitParams(False, None, allocator, 1))
+    for leaf in range(leaves):
+        key = RadixKey(array("q", [leaf, leaf]), "dense")
+        tree.insert(InsertParams(key=key, value=torch.tensor([2 * leaf, 2 * leaf + 1])))
+    rank = tree.eviction_strategy.get_priority
+    monkeypatch.setattr(
+        tree.eviction_strategy, "get_priority", lambda node: (ranked.append(node), rank(node))[1]
+    )
+    while tree.evictable_size_:
+        before = tree.evictable_size_
+        evicted = tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted
+        assert 1 <= evicted <= max(1, before // 100) + 1
+    assert freed == list(range(leaves))
+    assert len(ranked) < 200 * leaves
 
 
 class Request:
