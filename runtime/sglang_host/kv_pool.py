@@ -30,8 +30,8 @@ class Layout:
     def virtual_slots(self, spans: int, drafts_on_a_gpu: bool) -> int:
         """Virtual slots for each token that fits at all depths.
 
-        There is no use for more than one per span. A draft has KV for each of them: on a CPU that is memory which
-        is taken when it is written to, on a GPU it is taken from the pool at once.
+        There is no use for more than one per span. A draft has KV for each of them: on a CPU beside the pool,
+        on a GPU it is taken from the pool.
         """
         default = DRAFTED_ON_A_GPU if drafts_on_a_gpu else spans
         return min(self.shallow_factor or default, spans)

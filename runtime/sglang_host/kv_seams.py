@@ -82,6 +82,22 @@ KV_SEAMS: tuple[Seam, ...] = (
         "indices",
         reads_attributes("_aux_cache free"),
     ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.memory_pool:ReqToTokenPool.__init__",
+        "override",
+        "on a CPU the table takes memory where it is written to",
+        "size max_context_len device enable_memory_saver",
+        reads_attributes("_alloc_size max_context_len req_to_token"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.kv_cache_configurator:KVCacheConfigurator._build_default_req_pool",
+        "read",
+        "takes ReqToTokenPool from its module",
+        "max_num_reqs extra_max_context_len",
+        reads_global("ReqToTokenPool"),
+    ),
     # --- the prefix cache ---
     relies_on(
         SCHEDULER,

@@ -34,6 +34,7 @@ from fathom.runtime.sglang_host import (
     kv_schedule,
     longrope,
     passes,
+    request_table,
     slow_fast,
     split_prefill,
 )
@@ -47,7 +48,7 @@ from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
-from fathom.runtime.sglang_host.platform import FathomCudaPlatform
+from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
 from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
@@ -90,6 +91,8 @@ class FathomWorker(TpModelWorker):
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(current_platform, FathomCudaPlatform):
             gpu_memory.install(gpu_memory.reserve_of(self, self.draft_worker))
+        elif isinstance(current_platform, FathomCpuPlatform):
+            request_table.install()
         super().alloc_memory_pool(*args, **kwargs)
         self.ledger = RequestLedger()
         if isinstance(self.allocator, DepthAllocator):
