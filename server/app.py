@@ -113,6 +113,7 @@ def launch(
 
     from fathom.runtime.sglang_host import forking, redact
     from fathom.server import (
+        aside,
         children,
         chunks,
         detokenize,
@@ -165,6 +166,7 @@ def launch(
     quiet.guard_log()
     protect.install()
     templates.install()
+    aside.install()
     keys.install()
     redact.install()
     labels.install()

@@ -1,6 +1,6 @@
 """What one HTTP request asked for and what the engine reported about it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,8 @@ class RequestContext:
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
         conversation: what its chat prompt was rendered from.
         protected: token ranges of the prompt that a selection must keep.
+        body_bytes: length of its body.
+        converted: a chat request of SGLang's, and what returns or raises what came of making its prompt.
         waiting_logprobs: by place of the answer, log-probabilities of tokens whose text was not sent yet.
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
@@ -100,6 +102,8 @@ class RequestContext:
     json_schema: str = ""
     conversation: Conversation | None = None
     protected: tuple[tuple[int, int], ...] = ()
+    body_bytes: int = 0
+    converted: tuple[Any, Callable[[], Any]] | None = None
     waiting_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     expected: int = 0
     finished: set[str] = field(default_factory=set)

@@ -94,7 +94,7 @@ class PolicyMiddleware:
             param = f"fathom.{error.field}" if error.field else "fathom"
             await send_error(path, RequestError(400, str(error), param), send)
             return
-        context = RequestContext(path, policy, received_time, left_out, model, schema)
+        context = RequestContext(path, policy, received_time, left_out, model, schema, body_bytes=len(body))
         token = CURRENT.set(context)
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:

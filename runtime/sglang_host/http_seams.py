@@ -395,4 +395,43 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "the end of a stream ends no other request with its id; one for an Ollama stream",
         "obj",
     ),
+    *(
+        relies_on(SERVER, target, "replace", why, parameters)
+        for target, why, parameters in (
+            (
+                "managers.tokenizer_manager:TokenizerManager._tokenize_texts",
+                "long texts become tokens beside the event loop, and it waits for nothing",
+                "texts is_cross_encoder",
+            ),
+            (
+                "entrypoints.openai.serving_chat:OpenAIServingChat._convert_to_internal_request",
+                "long chats become prompts beside the event loop",
+                "request raw_request",
+            ),
+            (
+                "entrypoints.openai.serving_responses:OpenAIServingResponses._make_request",
+                "long responses' chats become prompts beside the event loop, and it waits for nothing",
+                "request prev_response tokenizer",
+            ),
+        )
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat.handle_request",
+        "replace",
+        "makes a prompt of a chat request by one method, once",
+        "request raw_request",
+        reads_attributes("_convert_to_internal_request"),
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"entrypoints.anthropic.serving:AnthropicServing.{method}",
+            "replace",
+            "makes a prompt of a message by the chat's method, once",
+            "chat_request anthropic_request raw_request",
+            reads_attributes("openai_serving_chat _convert_to_internal_request"),
+        )
+        for method in ("_handle_non_streaming", "_handle_streaming")
+    ),
 )
