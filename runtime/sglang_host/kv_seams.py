@@ -115,6 +115,14 @@ KV_SEAMS: tuple[Seam, ...] = (
         reads_global("default_radix_cache_factory"),
     ),
     *(
+        relies_on(SCHEDULER, f"mem_cache.radix_cache:{method}", "call", "finds what a key shares", parameters)
+        for method, parameters in (
+            ("RadixKey.child_key_at", "offset page_size"),
+            ("RadixKey.match_at", "other offset page_size"),
+            ("RadixCache._inc_hit_count", "node chunked"),
+        )
+    ),
+    *(
         relies_on(
             SCHEDULER,
             f"mem_cache.radix_cache:RadixCache.{method}",
@@ -129,6 +137,7 @@ KV_SEAMS: tuple[Seam, ...] = (
             ("inc_lock_ref", "node"),
             ("dec_lock_ref", "node params"),
             ("_insert_helper", "node key value priority chunked"),
+            ("_match_prefix_helper", "node key"),
             ("_split_node", "key child split_len"),
             ("all_values_flatten", ""),
         )

@@ -5,7 +5,9 @@ under. The policy's fingerprint is part of every node's key (``extra_key``), so 
 the whole path from the root to it, are equally deep.
 """
 
+import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -145,10 +147,42 @@ class DepthRadixCache(RadixCache):
     def _insert_helper(
         self, node: Any, key: Any, value: Any, priority: int = 0, chunked: bool = False
     ) -> Any:
-        before = self.evictable_size_
+        path = self._path(node, key)
+        for passed in path:
+            passed.priority = max(passed.priority, priority or 0)
+            self._inc_hit_count(passed, chunked)
+        before, offset = self.evictable_size_, _tokens(path)
+        if path:
+            node.priority = max(node.priority, priority or 0)
+            node, key, value = path[-1], key[offset:], value[offset:]
         length, last = super()._insert_helper(node, key, value, priority, chunked)
         self._count(last, self.evictable_size_ - before)
-        return length, last
+        return offset + length, last
+
+    def _match_prefix_helper(self, node: Any, key: Any) -> Any:
+        if not (path := self._path(node, key)):
+            return super()._match_prefix_helper(node, key)
+        values, node, key = [passed.value for passed in path], path[-1], key[_tokens(path) :]
+        if len(key) == 0:
+            return values, node
+        more, last = super()._match_prefix_helper(node, key)
+        return values + more, last
+
+    def _path(self, node: Any, key: Any) -> list[Any]:
+        """The nodes from the given one on of which all tokens are the key's, marked as used now.
+
+        A long prompt has a node for each of its chunks, and at each of them SGLang copies the rest of the key.
+        """
+        path: list[Any] = []
+        now, offset, size = time.monotonic(), 0, self.page_size
+        node.last_access_time = now
+        while offset < len(key) and (child := node.children.get(key.child_key_at(offset, size))) is not None:
+            if child.key.match_at(key, offset, size) < len(child.key):
+                break
+            child.last_access_time = now
+            path.append(child)
+            offset, node = offset + len(child.key), child
+        return path
 
     def evict(self, params: Any) -> Any:
         """SGLang's, which ranks all leaves anew in each call: a full cache of many short prompts is not asked for a
@@ -180,6 +214,10 @@ class DepthRadixCache(RadixCache):
             shared = self.token_to_kv_pool_allocator.memory.shared
             node.depth = shared.depth(int(node.value[0]) // self.page_size)
         return node.depth
+
+
+def _tokens(path: Sequence[Any]) -> int:
+    return sum(len(node.key) for node in path)
 
 
 def factory(context: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
 
@@ -82,6 +82,72 @@ def test_a_full_cache_of_many_leaves_is_not_ranked_for_every_token(monkeypatch):
         assert 1 <= evicted <= max(1, before // 100) + 1
     assert freed == list(range(leaves))
     assert len(ranked) < 200 * leaves
+
+
+def trees(size):
+    memory = SimpleNamespace(spans=SPANS, shared=SimpleNamespace(depth=lambda page: SPANS))
+    allocator = SimpleNamespace(device="cpu", memory=memory)
+    return [kind(CacheInitParams(False, None, allocator, size)) for kind in (DepthRadixCache, RadixCache)]
+
+
+def shape(node):
+    return (
+        (node.key.token_ids.tolist(), node.value.tolist()) if node.parent else None,
+        (node.priority, node.hit_count, node.lock_ref),
+        sorted(map(shape, node.children.values()), key=repr),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_are_put_in_and_found_as_in_sglangs_tree(seed, size):
+    draw, fresh = random.Random(seed), iter(range(1, 10_000))
+    both = trees(size)
+    for _ in range(150):
+        tokens = [draw.randrange(2) for _ in range(draw.randrange(0, 9))]
+        raw = array("q", np.repeat(tokens, size).tolist() + [9] * draw.randrange(size))
+        policy, limit = draw.choice([None, "a"]), draw.choice([None, len(raw) - len(raw) // 3])
+        keys = [RadixKey(raw[:], policy, limit=limit) for _ in both]
+        if draw.random() < 0.5:
+            slots = torch.tensor([next(fresh) * size + i for _ in tokens for i in range(size)])
+            options = {"priority": draw.randrange(3), "chunked": draw.random() < 0.3}
+            found = [
+                tree.insert(InsertParams(key=key, value=slots[: len(key)], **options)).prefix_len
+                for tree, key in zip(both, keys, strict=True)
+            ]
+        else:
+            found = [
+                tree.match_prefix(MatchPrefixParams(key=key)).device_indices.tolist()
+                for tree, key in zip(both, keys, strict=True)
+            ]
+        assert found[0] == found[1]
+        assert shape(both[0].root_node) == shape(both[1].root_node)
+        used = [sorted(leaves, key=lambda node: node.last_access_time) for leaves in map(leaves_of, both)]
+        assert [shape(node) for node in used[0]] == [shape(node) for node in used[1]]
+
+
+def leaves_of(tree):
+    nodes, leaves = [tree.root_node], []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        if node.parent and not node.children:
+            leaves.append(node)
+    return leaves
+
+
+def test_a_prompt_of_many_chunks_is_not_copied_at_each_of_them(monkeypatch):
+    tree, chunk, chunks, copied = trees(1)[0], 64, 100, []
+    get = RadixKey.__getitem__
+    monkeypatch.setattr(
+        RadixKey, "__getitem__", lambda key, part: (found := get(key, part), copied.append(len(found)))[0]
+    )
+    prompt = array("q", range(chunk * chunks))
+    for end in range(chunk, len(prompt) + 1, chunk):
+        key = RadixKey(prompt[:end])
+        assert tree.insert(InsertParams(key=key, value=torch.arange(end))).prefix_len == end - chunk
+        assert len(tree.match_prefix(MatchPrefixParams(key=key)).device_indices) == end
+    assert sum(copied) <= 2 * len(prompt)
 
 
 class Request:
