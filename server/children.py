@@ -3,10 +3,14 @@
 import signal
 from typing import Any
 
-from sglang.srt.utils import common
+from fathom.runtime.sglang_host import torchvision_ops
 
-from fathom.runtime.sglang_host import process
-from fathom.server import ending, quiet
+torchvision_ops.declare()  # a process that is spawned, beside another thread of who started it, begins here
+
+from sglang.srt.utils import common  # noqa: E402
+
+from fathom.runtime.sglang_host import process  # noqa: E402
+from fathom.server import ending, quiet  # noqa: E402
 
 
 def _prepare(server_args: Any) -> None:

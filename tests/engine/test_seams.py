@@ -119,6 +119,14 @@ def test_processes_are_forked_where_that_is_safe(monkeypatch, platform, others, 
     assert asked == [(method, True)] and mp.Pipe == "a pipe"
 
 
+def test_a_process_that_is_spawned_can_begin():
+    """It imports this first: beside PyTorch for CPUs torchvision's operators are missing."""
+    ran = subprocess.run(
+        [sys.executable, "-c", "import fathom.server.children"], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_engines_processes_are_copies_of_the_server(server):
     """Of one that was spawned, the resource tracker that its pipes need would be a child too."""
     children = psutil.Process(server.process.pid).children(recursive=True)
