@@ -372,8 +372,9 @@ def _verify_seams() -> None:
 
 def _server_args(words: list[str], options: EngineOptions) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
-    from fathom.runtime.sglang_host import engine_args, redact
+    from fathom.runtime.sglang_host import engine_args, redact, rope_overrides
 
+    rope_overrides.install()
     checks.refuse_abbreviations(words, engine_args.options())
     captured = io.StringIO()
     try:

@@ -22,7 +22,14 @@ def install(options: EngineOptions) -> None:
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
-    from fathom.runtime.sglang_host import adapter_files, gloo, penalties, seeds, stop_patterns
+    from fathom.runtime.sglang_host import (
+        adapter_files,
+        gloo,
+        penalties,
+        rope_overrides,
+        seeds,
+        stop_patterns,
+    )
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
@@ -33,6 +40,7 @@ def install(options: EngineOptions) -> None:
     scheduler_module.Scheduler = FathomScheduler
     ours = isinstance(current_platform, DepthPagePlatform)
     gloo.share_device()
+    rope_overrides.install()
     seeds.install(ours)
     adapter_files.install()
     penalties.install(ours)

@@ -1,0 +1,75 @@
+"""An override of a model's positions does what the same words in its config.json do."""
+
+import json
+
+import pytest
+import transformers
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.hf_transformers_utils import get_rope_config
+
+from fathom.runtime.sglang_host import rope_overrides
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def configuration(tmp_path, monkeypatch):
+    """A function: a model's family, what its config.json says, overrides -> SGLang's configuration."""
+    monkeypatch.setattr("sglang.srt.configs.model_config.get_config", rope_overrides.get_config)
+
+    def read(family, said, overrides):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        getattr(transformers, f"{family}Config")(
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2),
+            hidden_size=64,
+            head_dim=32,
+            architectures=[f"{family}ForCausalLM"],
+        ).save_pretrained(folder)
+        file = folder / "config.json"
+        content = json.loads(file.read_text())
+        content.pop("rope_parameters")
+        file.write_text(json.dumps(content | said))
+        return ModelConfig(str(folder), model_override_args=json.dumps(overrides))
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_scaling": YARN},
+        {"rope_scaling": None},
+        {"rope_theta": 40000.0},
+        {"rope_theta": 40000.0, "rope_scaling": YARN},
+        {"rope_scaling": YARN | {"rope_theta": 50000.0}},
+        {"rope_parameters": YARN | {"rope_theta": 50000.0}},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("Qwen3", {"rope_theta": 1000000.0}),
+        ("Llama", {"rope_theta": 500000.0, "rope_scaling": YARN | {"factor": 2.0}}),
+        ("Glm4", {"rope_theta": 20000.0, "partial_rotary_factor": 0.25}),
+    ],
+)
+def test_an_override_is_what_the_file_could_have_said(configuration, family, own, overrides):
+    overridden = configuration(family, own, overrides)
+    kept = own if "rope_parameters" not in overrides else own.keys() - {"rope_scaling"}
+    written = configuration(family, {key: own[key] for key in kept} | overrides, {})
+    expected = get_rope_config(written.hf_text_config)
+    base, scaling = get_rope_config(overridden.hf_text_config)
+    # Transformers notes the scaling's kind under a second name where it has read it from a file.
+    assert (base, scaling | {"type": scaling["rope_type"]}) == (
+        expected[0],
+        expected[1] | {"type": expected[1]["rope_type"]},
+    )
+    assert base != 10000 and overridden.context_len == written.context_len
+
+
+def test_other_overrides_are_left_alone(configuration):
+    own = {"rope_theta": 1000000.0}
+    plain, changed = (configuration("Qwen3", own, each) for each in ({}, {"num_hidden_layers": 1}))
+    assert changed.num_hidden_layers == 1
+    assert get_rope_config(changed.hf_text_config) == get_rope_config(plain.hf_text_config)
