@@ -6,7 +6,7 @@ from typing import Any
 from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
 
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.kv_tree import tree_of
 
 SLOW_SECONDS = 0.005
 """An audit that takes longer is not made with every answer."""
@@ -29,16 +29,15 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
     _due = 0.0  # time.monotonic() in seconds before which there is no other after one that was slow
 
     def _check_full_pool(self, ps: Any, uncached: int = 0) -> tuple[bool, str]:
-        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
+        allocator, tree = self.token_to_kv_pool_allocator, tree_of(self.tree_cache)
         if not isinstance(allocator, DepthAllocator):
             return SchedulerInvariantChecker._check_full_pool(self, ps, uncached)
-        is_tree = isinstance(tree, DepthRadixCache)
         held_by_sessions = self.pool_stats_observer.session_held_tokens()
         leak, message = self._check_pool_invariant(
             "virtual",
             allocator.virtual_size(),
-            tree.evictable_size_ if is_tree else 0,
-            tree.protected_size_ if is_tree else 0,
+            tree.evictable_size_ if tree else 0,
+            tree.protected_size_ if tree else 0,
             held_by_sessions,
             allocator.virtual_tokens,
             uncached,
@@ -47,14 +46,14 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
         counted = (
             *(message, uncached, held_by_sessions, pool.free, *pool.in_use.tolist()),
             *(len(self.req_to_token_pool.free_slots), len(allocator.memory.tables)),
-            *(tree.evictable_per_span.tolist() if is_tree else ()),
+            *(tree.evictable_per_span.tolist() if tree else ()),
         )
         if not leak and counted == self._sound:
             return False, f"{message}; [pages] as before"
         began = time.monotonic()
         if not leak and began < self._due:
             return False, f"{message}; [pages] later"
-        found = allocator.audit(tree.cached_slots() if is_tree else None)
+        found = allocator.audit(tree.cached_slots() if tree else None)
         took = time.monotonic() - began
         self._due = began + RESTS * took if took > SLOW_SECONDS else 0.0
         # Pages stay with nobody but the cache once nothing runs.
@@ -64,7 +63,7 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
             and len(self.req_to_token_pool.free_slots) == (self.req_to_token_pool.size)
         )
         leak |= not found.balanced or (idle and found.held > 0)
-        if is_tree:
+        if tree:
             leak |= idle and tree.evictable_pages != found.cached
             in_use, evictable = pool.in_use.tolist(), tree.evictable_per_span.tolist()
             leak |= idle and in_use != evictable

@@ -220,6 +220,12 @@ def _tokens(path: Sequence[Any]) -> int:
     return sum(len(node.key) for node in path)
 
 
+def tree_of(cache: Any) -> DepthRadixCache | None:
+    """The tree behind a cache of SGLang's scheduler, which streaming sessions wrap; None where there is none."""
+    inner = getattr(cache, "inner", cache)
+    return inner if isinstance(inner, DepthRadixCache) else None
+
+
 def factory(context: Any) -> Any:
     """Our tree where SGLang would build its own over depth pages.
 

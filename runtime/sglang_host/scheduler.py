@@ -35,7 +35,7 @@ from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, sp
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
-from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.kv_tree import tree_of
 from fathom.runtime.sglang_host.requests import (
     alternates,
     decides_its_next_step,
@@ -360,12 +360,12 @@ class FathomScheduler(Scheduler):
             "bytes_per_token": self.tp_worker.kv_bytes_per_token,
         }
         if isinstance(allocator, DepthAllocator):
-            is_tree = isinstance(tree, DepthRadixCache)
-            found = allocator.audit(tree.cached_slots() if is_tree else None)
+            depth_tree = tree_of(tree)
+            found = allocator.audit(depth_tree.cached_slots() if depth_tree else None)
             state["depth_pages"] = dataclasses.asdict(found) | {
                 "span": pool.span,
                 "page_bytes": pool.bytes_per_page * self.ps.tp_size,
-                "evictable": tree.evictable_pages if is_tree else 0,
+                "evictable": depth_tree.evictable_pages if depth_tree else 0,
                 "open_rows": len(allocator.memory.tables),
             }
         return state
@@ -379,7 +379,9 @@ class FathomScheduler(Scheduler):
             whole = held * self.tp_worker.kv_bytes_per_token
             return KvState([held // size], [spare // size], self.max_total_num_tokens // size, whole, whole)
         pool = allocator.memory.pool
-        cached = tree.evictable_per_span if isinstance(tree, DepthRadixCache) else np.zeros_like(pool.in_use)
+        cached = (
+            depth_tree.evictable_per_span if (depth_tree := tree_of(tree)) else np.zeros_like(pool.in_use)
+        )
         holding = self.tp_worker.ledger.holding.values()
         return KvState(
             (pool.in_use - cached).tolist(),

@@ -47,7 +47,7 @@ from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 from fathom.runtime.sglang_host.kept_prefill import KeptForward
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
-from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.kv_tree import tree_of
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.spans import SpanForward
@@ -358,7 +358,7 @@ class FathomWorker(TpModelWorker):
             self._complete[request] = job
             self.ledger.open(request, policy_of(request)).hold(self._held(request))
             step.settle(job)
-            if job.compacted and not isinstance(batch.tree_cache, DepthRadixCache):
+            if job.compacted and tree_of(batch.tree_cache) is None:
                 table = self.model_runner.req_to_token_pool.req_to_token
                 self.allocator.uncover(table[request.kv.req_pool_idx, : prompt_tokens(request)])
 

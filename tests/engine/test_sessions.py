@@ -12,6 +12,7 @@ from fathom.runtime.sglang_host.sessions import MOST_SESSIONS, FathomSessions
 from fathom.server.errors import ControlError
 from fathom.server.tokenizer_manager import FathomTokenizerManager
 
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000")
 OPEN = {"capacity_of_str_len": 100_000}
 
 
@@ -92,3 +93,33 @@ def test_a_server_with_many_sessions_goes_on(server):
     assert status == 400 and "does not exist" in refused["error"]["message"]
     for name in (used, *(reply.json() for reply in others)):
         assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
+
+
+def test_a_streaming_session_answers_as_a_request_with_the_whole_prompt(start_server, tiny_model):
+    """Its turns hold their pages while they wait, and none when it is closed."""
+    server = start_server(tiny_model, *FLAGS, "--enable-streaming-session", "--page-size", "16")
+
+    def answer(prompt, **session):
+        sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, **session}
+        reply = server.client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def pages():
+        return server.engine()["kv_pool"]["depth_pages"]
+
+    opened = server.client.post("/open_session", json=OPEN | {"session_id": "turns", "streaming": True})
+    assert opened.json() == "turns"
+    said, params = [], {"id": "turns"}
+    for turn in range(3):
+        new = [5 + (7 * turn + 3 * place) % 900 for place in range(60 + 13 * turn)]
+        found = answer(new, session_params=params)
+        assert (found["meta_info"]["cached_tokens"] > 0) == (turn > 0)
+        assert found["output_ids"] == answer([*said, *new])["output_ids"]
+        said += new + found["output_ids"]
+        params = {"id": "turns", "rid": found["meta_info"]["id"]}
+    assert pages()["held"] > 0
+    assert server.client.post("/close_session", json={"session_id": "turns"}).status_code == 200
+    server.flush()
+    assert pages()["free"] == pages()["total"]
