@@ -181,6 +181,8 @@ def launch(
     watch_start(
         http_server.app, ready.is_set, partial(ending.on_early_end, server_args.host, server_args.port)
     )
+    if not server_args.debug_tensor_dump_input_file:
+        http_server.kill_process_tree = lambda *_: ending.on_failed_warm_up(gate.draining())
     http_server.launch_server(
         server_args,
         init_tokenizer_manager_func=init,

@@ -101,6 +101,18 @@ def on_engine_failure(*_: object) -> NoReturn:
     end(checks.FAILURE)
 
 
+def on_failed_warm_up(told: bool) -> NoReturn:
+    """The server's own first request was not answered: SGLang would kill this process without a word.
+
+    Args:
+        told: whether the server had been told to end.
+    """
+    if not told:
+        message = "the server's own first request was not answered; the reason is above"
+        print(f"fathom serve: error: {message}", file=sys.stderr)
+    end(0 if told else checks.FAILURE)
+
+
 def hint() -> None:
     """Where the engine did not start with depth pages on a GPU: that there is a way without."""
     if depth_pages.on_gpu():

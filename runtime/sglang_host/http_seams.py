@@ -344,6 +344,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.http_server:_execute_server_warmup",
+        "replace",
+        "asks the module's `kill_process_tree`, ours, where its first request is not answered",
+        check=reads_global("kill_process_tree"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.http_server:lifespan",
         "replace",
         "serves these routes with what the module calls `OllamaServing` and `OpenAIServingDetokenize`, ours",

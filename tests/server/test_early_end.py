@@ -44,6 +44,13 @@ def test_being_stopped_before_the_first_answer_is_no_error(loading):
     assert "Traceback" not in errors
 
 
+def test_a_first_request_that_is_not_answered_is_an_error(start_server, tiny_model):
+    """The server's own: the prompt is longer than this context."""
+    told = r"server ended with 1:[\s\S]*fathom serve: error: the server's own first request was not answered"
+    with pytest.raises(RuntimeError, match=told):
+        start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "2048", "--context-length", "5")
+
+
 def listens(port):
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
         return True
