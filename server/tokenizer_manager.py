@@ -191,6 +191,8 @@ class FathomTokenizerManager(TokenizerManager):
     def _validate_one_request(self, obj: GenerateReqInput | EmbeddingReqInput, input_ids: Any) -> None:
         if self.allow_auto_truncate and isinstance(obj, GenerateReqInput) and input_ids is not None:
             self._cut(obj.sampling_params, input_ids)
+        if isinstance(obj, GenerateReqInput) and not self.is_generation:
+            raise ValueError("this server embeds texts and generates none (--is-embedding)")
         super()._validate_one_request(obj, input_ids)
         no_tokens = input_ids is not None and len(input_ids) == 0
         if no_tokens and isinstance(obj, GenerateReqInput) and obj.input_embeds is None:

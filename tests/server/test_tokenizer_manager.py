@@ -37,6 +37,13 @@ def test_policies_never_share_a_cache_key(one, other, policy, another):
     assert cache_key(first, policy) == first
 
 
+def test_a_server_that_embeds_generates_nothing():
+    manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    manager.allow_auto_truncate, manager.is_generation = False, False
+    with pytest.raises(ValueError, match="this server embeds texts and generates none"):
+        manager._validate_one_request(GenerateReqInput(text="a"), [7])
+
+
 def test_exact_leaves_the_cache_key_alone():
     assert cache_key(None, EXACT) is None
     assert cache_key("tenant", EXACT) == "tenant"
@@ -348,7 +355,7 @@ CONTEXT = 1002
 @pytest.fixture
 def cutting(manager, monkeypatch):
     """The manager with what decides how long a prompt may be."""
-    manager.allow_auto_truncate, manager.context_len = True, CONTEXT
+    manager.allow_auto_truncate, manager.context_len, manager.is_generation = True, CONTEXT, True
     manager.num_reserved_tokens, manager.preferred_sampling_params = 0, None
     monkeypatch.setattr(ours.TokenizerManager, "_validate_one_request", lambda *_: None)
     return manager
