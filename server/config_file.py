@@ -8,6 +8,17 @@ from fathom.runtime import config
 from fathom.server import depth_pages
 from fathom.server.checks import StartError
 
+ON_OR_OFF = (
+    *(
+        "--dcp-replicate-q-proj",
+        "--dllm-fdfo",
+        "--enable-tp-lm-head-all-to-all",
+        "--experts-shared-outer-loras",
+    ),
+    *("--lora-strict-loading", "--ple-offload-embedding"),
+)
+"""SGLang's switches that may be on by themselves, and have a word for off."""
+
 
 def words(path: str, left_out: Collection[str] = ()) -> list[str]:
     """The options of a file as words of a command line.
@@ -30,17 +41,22 @@ def words(path: str, left_out: Collection[str] = ()) -> list[str]:
         if isinstance(value, bool):
             result += [flag] if value else _off(flag)
         elif isinstance(value, list):
-            result += [flag, *map(str, value)] if value else []
+            result += [flag, *map(_word, value)] if value else []
         else:
-            result.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+            result.append(f"{flag}={_word(value)}")
     return result
 
 
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def _off(flag: str) -> list[str]:
-    """A switch that is off: only those of ours that may be on by themselves have a word for it."""
+    """A switch that is off: only those that may be on by themselves have a word for it."""
     name, off = flag.removeprefix("--"), flag.replace("--", "--no-", 1)
     spec = config.SPECS.get(name.replace("-", "_"))
-    return [off] if off == depth_pages.OFF or (spec is not None and spec.kind is bool) else []
+    ours = off == depth_pages.OFF or (spec is not None and spec.kind is bool)
+    return [off] if ours or flag in ON_OR_OFF else []
 
 
 def _reason(error: Exception) -> str:

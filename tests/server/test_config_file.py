@@ -1,9 +1,12 @@
 """``--config FILE``: Fathom's options and SGLang's, over defaults and under the command line."""
 
+import argparse
+import json
+
 import pytest
 
 from fathom.runtime.sglang_host import engine_args
-from fathom.server import checks, cli, serve
+from fathom.server import checks, cli, config_file, serve
 
 MODEL = str(checks.demo_model())
 
@@ -52,6 +55,29 @@ def test_the_file_wins_over_the_defaults_of_a_cpu(write):
     assert built.enable_cache_report and not built.disable_radix_cache
     assert built.prompt_tokens_buckets == ["custom", "10", "20"]
     assert arguments(MODEL, "--config", file, "--max-total-tokens", "6000").max_total_tokens == 6000
+
+
+def test_switches_of_sglangs_that_may_be_on_by_themselves_can_be_off(write):
+    parser = engine_args._parser()
+    switches = {
+        action.option_strings[0]
+        for action in parser._actions
+        if isinstance(action, argparse.BooleanOptionalAction)
+    }
+    assert set(config_file.ON_OR_OFF) == switches
+    for flag in switches:
+        built = arguments(MODEL, "--config", write(f"{flag.removeprefix('--')}: false"))
+        assert getattr(built, flag.removeprefix("--").replace("-", "_")) is False
+
+
+def test_adapters_with_members_in_the_file(write):
+    adapter = {"lora_name": "a", "lora_path": "/a", "pinned": True}
+    file = write(
+        f"lora-paths:\n- {json.dumps(adapter)}\n- b=/b\nmax-lora-rank: 8\nlora-target-modules: [q_proj]"
+    )
+    first, second = arguments(MODEL, "--config", file).lora_paths
+    assert first == adapter
+    assert second == "b=/b"
 
 
 def test_the_file_is_seen_by_the_rules_of_a_gpu(write):
