@@ -120,6 +120,20 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     _check_patterns(params.get("stop_regex"))
 
 
+def check_preferred(given: Any, vocabulary: int) -> None:
+    """The sampling parameters of requests that say nothing else, which SGLang puts in behind all checks.
+
+    Raises:
+        ValueError: as for those of a request, and for what none could have.
+    """
+    if not isinstance(given, dict):
+        raise ValueError("must be a JSON object")
+    check_sampling(given, vocabulary)
+    if unknown := sorted(given.keys() - TYPES.keys()):
+        raise ValueError(f"{unknown[0]} is not a sampling parameter")
+    SamplingParams(**given).verify(vocabulary)
+
+
 def prompts_of(obj: GenerateReqInput) -> int | None:
     """How many prompts a batch has; None for a prompt that is by itself."""
     if obj.text is not None:

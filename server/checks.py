@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,12 @@ REFUSALS = (
         "Fathom's step needs prefill and decode together",
     ),
     Refusal("--enable-pdmux", bool, bool, "SGLang then runs prompts through the model past Fathom's step"),
+    Refusal(
+        "--detokenizer-worker-num",
+        int,
+        lambda n: n > 1,
+        "several need several HTTP workers, which run without Fathom's middleware",
+    ),
     Refusal("--encoder-only", bool, bool, "an encoder server does not run Fathom's scheduler"),
     Refusal("--use-ray", bool, bool, "Ray starts SGLang's own scheduler processes in place of Fathom's"),
     Refusal("--speculative-algorithm", str, bool, _SPECULATION),
@@ -130,6 +136,43 @@ def refuse_abbreviations(words: Iterable[str], options: Collection[str]) -> None
             continue
         if meant := sorted(option for option in options if option.startswith(flag)):
             raise StartError(f"{flag} is no option; did you mean {' or '.join(meant[:4])}?")
+
+
+LEAST = {
+    "--decode-log-interval": 1,
+    "--max-queued-requests": 1,
+    "--max-running-requests": 1,
+    "--prefill-max-requests": 1,
+    "--stream-interval": 1,
+}
+"""Numbers of SGLang with which it would start and answer nothing, or end at a request."""
+
+
+def refuse_small_numbers(arguments: Any) -> None:
+    """Refuse numbers below which a server answers nothing.
+
+    Raises:
+        StartError: naming the option.
+    """
+    for flag, least in LEAST.items():
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value < least:
+            raise StartError(f"{flag} must be at least {least}, got {value}")
+
+
+def refuse_preferred(given: Any, vocabulary: int) -> None:
+    """Refuse ``--preferred-sampling-params`` that no request could have.
+
+    Raises:
+        StartError: naming what is wrong.
+    """
+    from fathom.server import bounds
+
+    if given is not None:
+        try:
+            bounds.check_preferred(given, vocabulary)
+        except ValueError as error:
+            raise StartError(f"--preferred-sampling-params: {error}") from None
 
 
 def refuse_odd_keys(arguments: Any) -> None:
@@ -225,15 +268,40 @@ def _check_repository(model: str, option: str) -> None:
         raise StartError(f"{option} {model}: {message}") from None
 
 
-def check_draft(target: str, draft: str) -> None:
+@dataclass(frozen=True)
+class Reading:
+    """Where tokenizers are read from and how: SGLang's options of these names."""
+
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    speculative_draft_model_revision: str | None = None
+    trust_remote_code: bool = False
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Let ``parser`` recognise these options."""
+        for flag in ("--tokenizer-path", "--revision", "--speculative-draft-model-revision"):
+            parser.add_argument(flag)
+        parser.add_argument("--trust-remote-code", action="store_true")
+
+    @classmethod
+    def given(cls, arguments: object) -> "Reading":
+        """As parsed flags have it."""
+        return cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
+
+
+def check_draft(target: str, draft: str, reading: Reading | None = None) -> None:
     """See that a draft model is there and speaks the target's language, token for token.
 
     Raises:
         StartError: when there is none, or saying how the vocabularies differ.
     """
-    option = "--draft-model-path"
+    option, how = "--draft-model-path", reading or Reading()
     check_model(draft, option)
-    difference = vocabulary_difference(_vocabulary(target), _vocabulary(draft))
+    difference = vocabulary_difference(
+        _vocabulary(how.tokenizer_path or target, how.revision, how.trust_remote_code),
+        _vocabulary(draft, how.speculative_draft_model_revision, how.trust_remote_code),
+    )
     if difference:
         message = f"the draft model must share the target's vocabulary; {difference}"
         raise StartError(f"{option} {draft}: {message}")
@@ -275,10 +343,12 @@ def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -
     return ""
 
 
-def _vocabulary(model: str) -> dict[str, int]:
+def _vocabulary(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model).get_vocab()
+        return AutoTokenizer.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        ).get_vocab()
     except Exception as error:
         raise StartError(f"the vocabulary of {model} cannot be read: {one_line(error)}") from None

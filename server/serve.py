@@ -35,7 +35,8 @@ from fathom.server.profile import limits_of
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
 MODEL_OPTIONS = ("--model-path", "--model", "--demo")
-DRAFT_OPTIONS = ("--draft-model-path", "--speculative-draft-model-path")
+SGLANGS_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+DRAFT_OPTIONS = ("--draft-model-path", *SGLANGS_DRAFT)
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
@@ -86,6 +87,7 @@ class Plan:
         propagation_buffer: longest prompt, in tokens, that FastKV may propagate; None for the default.
         profile: file of what was measured for the model, or None.
         verbose: whether to show tracebacks.
+        reading: where the vocabularies of the model and its draft are read from.
         gpu_depth_pages: whether depth pages are wanted on a GPU; None for any that takes them.
     """
 
@@ -103,6 +105,7 @@ class Plan:
     propagation_buffer: int | None
     profile: Path | None
     verbose: bool
+    reading: checks.Reading
     gpu_depth_pages: bool | None = None
 
 
@@ -177,7 +180,8 @@ def parser() -> Parser:
 def _engine_parser() -> Parser:
     """The options of SGLang that are looked at before SGLang is loaded."""
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
-    result.add_argument("--speculative-draft-model-path")
+    result.add_argument(*SGLANGS_DRAFT)
+    checks.Reading.add_arguments(result)
     for flag in ENGINE_DEFAULTS:
         result.add_argument(flag)
     checks.add_refused(result)
@@ -246,6 +250,7 @@ def plan(argv: list[str]) -> Plan:
         propagation_buffer=own.propagation_buffer,
         profile=own.profile,
         verbose=engine.log_level == "debug",
+        reading=checks.Reading.given(engine),
         gpu_depth_pages=own.gpu_depth_pages,
     )
 
@@ -338,8 +343,8 @@ def _load(work: Plan) -> tuple[Plan, Any]:
     _verify_seams()
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
     server_args = _server_args([*work.engine_flags, *draft_flags], work.engine)
-    checks.refuse_bypass(server_args)
-    checks.refuse_odd_keys(server_args)
+    for refuse in (checks.refuse_bypass, checks.refuse_odd_keys, checks.refuse_small_numbers):
+        refuse(server_args)
     work.face.completes_middles = server_args.completion_template is not None
     return replace(work, engine=_learn_limits(work, server_args)), server_args
 
@@ -357,7 +362,7 @@ def _with_fitting_draft(work: Plan) -> Plan:
             raise StartError(f"--draft-model-path needs KV in depth pages, and there are none: {reason}")
         print("Fathom leaves out the demo's draft model", flush=True)
         return replace(work, draft=None)
-    checks.check_draft(work.model, work.draft)
+    checks.check_draft(work.model, work.draft, work.reading)
     return work
 
 
@@ -397,6 +402,7 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
     """
     drafted, options = work.draft is not None, work.engine
     model, *others = checks.described(server_args, drafted)
+    checks.refuse_preferred(server_args.preferred_sampling_params, model.vocab_size)
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
     buffer = work.propagation_buffer

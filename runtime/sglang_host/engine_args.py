@@ -225,19 +225,15 @@ def _limit_cpu_pool(argv: list[str], depth_span: int | None, shallow_factor: int
     """Set ``--max-total-tokens`` unless the operator did; leave an unreadable model for SGLang to report."""
     from transformers import AutoConfig
 
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, kind in {"--model-path": str, "--context-length": int, "--max-total-tokens": int}.items():
-        parser.add_argument(flag, type=kind)
-    for flag in ("--dtype", "--revision", "--speculative-draft-model-path"):
-        parser.add_argument(flag)
-    given, _ = parser.parse_known_args(argv)
+    given, _ = _parser().parse_known_args(argv)
     if given.max_total_tokens is not None or given.model_path is None:
         return argv
     try:
-        config = AutoConfig.from_pretrained(given.model_path, revision=given.revision)
+        how = {"trust_remote_code": given.trust_remote_code}
+        config = AutoConfig.from_pretrained(given.model_path, revision=given.revision, **how)
         dtype_bytes = 4 if given.dtype in ("float", "float32") else 2
-        path = given.speculative_draft_model_path
-        draft = None if path is None else AutoConfig.from_pretrained(path)
+        path, revision = given.speculative_draft_model_path, given.speculative_draft_model_revision
+        draft = None if path is None else AutoConfig.from_pretrained(path, revision=revision, **how)
         virtual = depth_span, shallow_factor
         tokens = cpu_pool_tokens(config, dtype_bytes, given.context_length, draft, *virtual)
     except (OSError, ValueError, AttributeError):
@@ -274,8 +270,8 @@ def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
             raise ValueError(f"{asker} needs {rule.asks}: {rule.why}")
 
 
-def options() -> frozenset[str]:
-    """The flags that SGLang has; its parser takes the beginning of one for the whole."""
+def _parser() -> argparse.ArgumentParser:
+    """A parser of SGLang's flags."""
     from fathom.runtime.sglang_host import torchvision_ops
 
     torchvision_ops.declare()
@@ -283,7 +279,12 @@ def options() -> frozenset[str]:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    return frozenset(parser._option_string_actions)
+    return parser
+
+
+def options() -> frozenset[str]:
+    """The flags that SGLang has; its parser takes the beginning of one for the whole."""
+    return frozenset(_parser()._option_string_actions)
 
 
 def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | None = None) -> "ServerArgs":

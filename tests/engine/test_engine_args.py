@@ -65,6 +65,17 @@ def test_built_arguments_keep_the_operators_limit(tiny_model):
     assert limited.max_total_tokens == 16 * 8192
 
 
+def test_numbers_may_be_written_as_sglang_takes_them(tiny_model):
+    built = engine_args.build(
+        ["--model-path", str(tiny_model), "--dtype", "float32", "--context-length", "2k"]
+    )
+    assert (built.context_length, built.max_total_tokens) == (2000, 16 * 2000)
+    assert (
+        engine_args.build(["--model-path", str(tiny_model), "--max-total-tokens=4Ki"]).max_total_tokens
+        == 4096
+    )
+
+
 def test_an_unknown_flag_is_the_parsers_error(tiny_model):
     with pytest.raises(SystemExit):
         engine_args.build(["--model-path", str(tiny_model), "--no-such-flag"])

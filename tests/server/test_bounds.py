@@ -1,5 +1,7 @@
 """What a request may hold: types and ranges that the engine relies on, refused before it sees them."""
 
+import re
+
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -37,6 +39,22 @@ ILLEGAL = [
     ({"stop_regex": "[[:none:]]"}, "stop_regex '[[:none:]]' is not a regular expression"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        *((sampling, told) for sampling, told in ILLEGAL),
+        ([1], "must be a JSON object"),
+        ({"unheard_of": 1}, "unheard_of is not a sampling parameter"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_p": 1.5}, "top_p must be in"),
+    ],
+)
+def test_what_no_request_may_have_is_not_preferred(given, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bounds.check_preferred(given, VOCABULARY)
+    bounds.check_preferred({"temperature": 0.2, "max_new_tokens": 5, "stop": ["a"]}, VOCABULARY)
 
 
 @pytest.mark.parametrize(

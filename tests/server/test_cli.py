@@ -83,6 +83,7 @@ MISTAKES = [
     (["serve", "x", "--gpu-prefill-attention", "fa3"], 2, "--gpu-prefill-attention: invalid choice: 'fa3'"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
+    (["serve", "x", "--detokenizer-worker-num", "2"], 2, "--detokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
     (["serve", "x", "--smg-grpc-mode"], 2, "--smg-grpc-mode is not supported: "),
     (["serve", "x", "--grpc-port", "5"], 2, "--grpc-port 5 is not supported: "),
@@ -212,6 +213,12 @@ def test_a_repository_is_looked_up(monkeypatch):
         checks.check_model("fathom-no-such-owner/no-such-model")
 
 
+SGLANGS_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+CODE = """
+from transformers import PreTrainedTokenizerFast
+class Ours(PreTrainedTokenizerFast):
+    pass
+"""
 WORDS = {"<unk>": 0, "a": 1, "b": 2}
 
 
@@ -239,17 +246,48 @@ def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     other = write_tokenizer(tmp_path / "draft", WORDS)
     checks.check_draft(str(target), str(other))
     ours = serve.plan([str(target), "--draft-model-path", str(other)])
-    sglangs = serve.plan([str(target), "--speculative-draft-model-path", str(other)])
-    assert ours.draft == sglangs.draft == str(other)
-    assert ours.draft_given and sglangs.draft_given
+    assert ours.draft == str(other) and ours.draft_given
+    for sglangs in SGLANGS_DRAFT:
+        for words in ([str(target), sglangs, str(other)], ["--demo", f"{sglangs}={other}"]):
+            assert serve.plan(words).draft == str(other) and serve.plan(words).draft_given
     with pytest.raises(StartError, match="not both"):
         serve.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
     file = tmp_path / "options.yaml"
-    for in_file in ("draft-model-path", "speculative-draft-model-path"):
+    for in_file in ("draft-model-path", *(flag.removeprefix("--") for flag in SGLANGS_DRAFT)):
         file.write_text(f"{in_file}: elsewhere")
         assert serve.plan([str(target), "--config", str(file)]).draft == "elsewhere"
-        for given in ("--draft-model-path", "--speculative-draft-model-path"):
+        for given in ("--draft-model-path", *SGLANGS_DRAFT):
             assert serve.plan([str(target), "--config", str(file), given, "here"]).draft == "here"
+
+
+def test_vocabularies_are_read_where_and_as_the_server_reads_them(tmp_path):
+    torchvision_ops.declare()
+    target = write_tokenizer(tmp_path / "target", WORDS)
+    elsewhere = write_tokenizer(tmp_path / "elsewhere", WORDS)
+    other = write_tokenizer(tmp_path / "draft", WORDS)
+    (target / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartError, match=r"the vocabulary of .*target cannot be read"):
+        checks.check_draft(str(target), str(other))
+    words = [str(target), "--draft-model-path", str(other), "--tokenizer-path", str(elsewhere)]
+    checks.check_draft(str(target), str(other), serve.plan(words).reading)
+    (elsewhere / "ours.py").write_text(CODE)
+    (elsewhere / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "ours.Ours"]}})
+    )
+    with pytest.raises(StartError, match="contains custom code"):
+        checks.check_draft(str(target), str(other), serve.plan(words).reading)
+    checks.check_draft(str(target), str(other), serve.plan([*words, "--trust-remote-code"]).reading)
+
+
+def test_numbers_with_which_a_server_answers_nothing():
+    options = {flag.removeprefix("--").replace("-", "_") for flag in checks.LEAST}
+    checks.refuse_small_numbers(SimpleNamespace(**dict.fromkeys(options)))
+    for name in options:
+        given = dict.fromkeys(options, 1)
+        checks.refuse_small_numbers(SimpleNamespace(**given))
+        with pytest.raises(StartError, match=f"--{name.replace('_', '-')} must be at least 1, got 0"):
+            checks.refuse_small_numbers(SimpleNamespace(**given | {name: 0}))
+    assert {f"--{name.replace('_', '-')}" for name in options} <= engine_args.options()
 
 
 def test_the_beginning_of_an_option_is_none():
