@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 CPU_LORA_BACKEND = "torch_native"
 """SGLang's name for a backend of adapters in PyTorch; on a CPU it is ours, see cpu_lora.py."""
 
+CPU_BACKEND = "torch_native"
+"""The slot of our own attention backend on a CPU: see cpu_attention.py."""
+
 CPU_FLAGS = {
     "--device": "cpu",
-    # The slot of our own backend on a CPU: see cpu_attention.py.
-    "--attention-backend": "torch_native",
+    "--attention-backend": CPU_BACKEND,
     "--sampling-backend": "pytorch",
     "--lora-backend": CPU_LORA_BACKEND,
     # Nothing overlaps on a CPU: the same cores would run both halves, one step later.
@@ -95,14 +97,47 @@ ONE_COPY = Rule(
     "--dp-size 1",
     "replicas are servers of their own",
 )
+ONE_STAGE = Rule(
+    (),
+    lambda args: args.pp_size == 1,
+    "--pp-size 1",
+    "a model is spread over devices by --tp-size",
+)
+WIDE = None, "auto", "bf16", "bfloat16"
 WIDE_KV = Rule(
     (),
-    lambda args: args.kv_cache_dtype in ("auto", "bf16", "bfloat16"),
-    "--kv-cache-dtype auto or bfloat16",
+    lambda args: args.kv_cache_dtype in WIDE and args.speculative_draft_kv_cache_dtype in WIDE,
+    "--kv-cache-dtype auto or bfloat16, and the same for --speculative-draft-kv-cache-dtype",
     "the kernels read keys and values of 16 or 32 bits",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, WIDE_KV
+OWN_DRAFT = Rule(
+    (),
+    lambda args: args.speculative_draft_attention_backend is None,
+    "no --speculative-draft-attention-backend",
+    "no other backend reads the draft's KV",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT
 """Asked for on a CPU too."""
+
+CPU_RULES = (
+    Rule((), lambda args: args.device == "cpu", "--device cpu", "PyTorch sees no other device"),
+    Rule(
+        (),
+        lambda args: (
+            {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
+            <= {CPU_BACKEND, None}
+        ),
+        f"--attention-backend {CPU_BACKEND}",
+        "the name has Fathom's own behind it, and no other backend reads depth pages",
+    ),
+    Rule(
+        (),
+        lambda args: not (args.enable_torch_compile or args.enable_forward_pass_metrics),
+        "neither --enable-torch-compile nor --enable-forward-pass-metrics",
+        "SGLang has them for GPUs",
+    ),
+    *ANYWHERE,
+)
 
 CPU_LORA_RULES = (
     Rule(
@@ -159,12 +194,6 @@ GPU_RULES = (
         "--enforce-disable-flashinfer-allreduce-fusion",
         "rows are chosen between layers, where a fused reduction is still to come",
         ("--flashinfer-allreduce-fusion-backend",),
-    ),
-    Rule(
-        (),
-        lambda args: args.pp_size == 1,
-        "--pp-size 1",
-        "a model is spread over GPUs by --tp-size",
     ),
     *ANYWHERE,
 )
@@ -322,7 +351,7 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
         args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv), depth_span, shallow_factor))
-        check_rules(args, ANYWHERE, "KV in depth pages")
+        check_rules(args, CPU_RULES, "KV in depth pages without a GPU")
         if args.enable_lora or args.lora_paths:
             check_rules(args, CPU_LORA_RULES, "LoRA without a GPU")
         return args

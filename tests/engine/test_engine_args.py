@@ -88,12 +88,24 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         (("--moe-a2a-backend", "deepep", "--tp-size", "2"), r"--moe-a2a-backend none .*: each device has"),
         (("--moe-dense-tp-size", "1", "--tp-size", "2"), r"none of --moe-dense-tp-size, .*: each device has"),
         (("--dp-size", "2"), r"--dp-size 1: replicas are servers of their own"),
-        (("--kv-cache-dtype", "fp8_e5m2"), r"--kv-cache-dtype auto or bfloat16: .* 16 or 32 bits"),
+        (("--pp-size", "2"), r"--pp-size 1: a model is spread over devices by --tp-size"),
+        (("--kv-cache-dtype", "fp8_e5m2"), r"--kv-cache-dtype auto or bfloat16, .*: .* 16 or 32 bits"),
+        (("--speculative-draft-kv-cache-dtype", "fp8_e5m2"), r"--speculative-draft-kv-cache-dtype: .* bits"),
+        (
+            ("--speculative-draft-attention-backend", "triton"),
+            r"no --speculative-draft-attention-backend: no ",
+        ),
+        (("--device", "xpu"), r"--device cpu: PyTorch sees no other device"),
+        (("--attention-backend", "triton"), r"--attention-backend torch_native: .* no other backend reads"),
+        (("--prefill-attention-backend", "triton"), r"--attention-backend torch_native: .* no other"),
+        (("--decode-attention-backend", "triton"), r"--attention-backend torch_native: .* no other"),
+        (("--enable-torch-compile",), r"neither --enable-torch-compile nor .*: SGLang has them for GPUs"),
+        (("--enable-forward-pass-metrics",), r"nor --enable-forward-pass-metrics: SGLang has them for GPUs"),
         (("--enable-return-routed-experts",), r"no --enable-return-routed-experts: .* more slots"),
     ],
 )
 def test_what_depth_pages_do_not_go_with_is_refused(tiny_model, flags, told):
-    with pytest.raises(ValueError, match=f"KV in depth pages needs .*{told}"):
+    with pytest.raises(ValueError, match=f"KV in depth pages without a GPU needs .*{told}"):
         engine_args.build(["--model-path", str(tiny_model), *flags])
 
 

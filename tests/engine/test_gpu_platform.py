@@ -97,7 +97,7 @@ REFUSED = {
     ("--moe-dense-tp-size", "1", "--tp-size", "2"): "all rows of a step",
     ("--enable-return-routed-experts",): "more slots than it expects",
     ("--enable-attn-tp-input-scattered", "--tp-size", "2"): "all rows of a step",
-    ("--pp-size", "2"): "a model is spread over GPUs by --tp-size",
+    ("--pp-size", "2"): "a model is spread over devices by --tp-size",
     ("--device", "cpu"): "needs --device cuda",
 }
 BUILD = """
@@ -181,6 +181,8 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
         sampling_backend="pytorch",
         flashinfer_allreduce_fusion_backend=None,
         kv_cache_dtype="auto",
+        speculative_draft_kv_cache_dtype=None,
+        speculative_draft_attention_backend=None,
         pp_size=1,
         dp_size=1,
         attn_cp_size=1,
