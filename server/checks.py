@@ -27,7 +27,7 @@ class StartError(Exception):
         self.code = code
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error's first line; where that only announces a list, all of them."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if lines and lines[0].endswith(":"):
@@ -101,6 +101,15 @@ def add_refused(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(refusal.flag, dest=refusal.name, default=argparse.SUPPRESS, **switch)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` recognise SGLang's options that are looked at in this module."""
+    add_refused(parser)
+    Reading.add_arguments(parser)
+    levels = "critical", "error", "warning", "info", "debug"
+    parser.add_argument("--log-level", choices=levels)
+    parser.add_argument("--log-level-http", choices=(*levels, "trace"))
+
+
 def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse options and environment variables that would leave Fathom out.
 
@@ -148,8 +157,8 @@ LEAST = {
 """Numbers of SGLang with which it would start and answer nothing, or end at a request."""
 
 
-def refuse_small_numbers(arguments: Any) -> None:
-    """Refuse numbers below which a server answers nothing.
+def refuse_numbers(arguments: Any) -> None:
+    """Refuse numbers with which a server answers nothing.
 
     Raises:
         StartError: naming the option.
@@ -158,6 +167,9 @@ def refuse_small_numbers(arguments: Any) -> None:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value < least:
             raise StartError(f"{flag} must be at least {least}, got {value}")
+    if not 0 <= arguments.node_rank < arguments.nnodes:
+        # It would wait for others for ever.
+        raise StartError(f"--node-rank must be in [0, {arguments.nnodes - 1}], got {arguments.node_rank}")
 
 
 def refuse_preferred(given: Any, vocabulary: int) -> None:

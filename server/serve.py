@@ -181,10 +181,8 @@ def _engine_parser() -> Parser:
     """The options of SGLang that are looked at before SGLang is loaded."""
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
     result.add_argument(*SGLANGS_DRAFT)
-    checks.Reading.add_arguments(result)
-    for flag in ENGINE_DEFAULTS:
-        result.add_argument(flag)
-    checks.add_refused(result)
+    result.add_argument("--served-model-name")
+    checks.add_options(result)
     return result
 
 
@@ -343,7 +341,7 @@ def _load(work: Plan) -> tuple[Plan, Any]:
     _verify_seams()
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
     server_args = _server_args([*work.engine_flags, *draft_flags], work.engine)
-    for refuse in (checks.refuse_bypass, checks.refuse_odd_keys, checks.refuse_small_numbers):
+    for refuse in (checks.refuse_bypass, checks.refuse_odd_keys, checks.refuse_numbers):
         refuse(server_args)
     work.face.completes_middles = server_args.completion_template is not None
     return replace(work, engine=_learn_limits(work, server_args)), server_args
@@ -440,7 +438,7 @@ def _run(work: Plan, server_args: Any) -> NoReturn:
         os.environ.setdefault(name, "0")
     try:
         launch(server_args, work.face, work.gate, work.engine, ready)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         if work.verbose:
             traceback.print_exc()
         error = _engine_error(failure)
@@ -493,7 +491,9 @@ def _learn_lacking(face: Face, report: dict[str, Any]) -> None:
         ending.end(checks.USAGE)
 
 
-def _engine_error(error: Exception) -> StartError:
+def _engine_error(error: BaseException) -> StartError:
+    if isinstance(error, SystemExit):  # uvicorn's
+        return StartError("the HTTP server did not start; its own report is above", checks.FAILURE)
     message = checks.one_line(error)
     if f"exit code: {checks.SEAM}" in message:
         return StartError("an engine process refused this SGLang; its reason is above", checks.SEAM)

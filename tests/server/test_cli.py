@@ -84,6 +84,8 @@ MISTAKES = [
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--detokenizer-worker-num", "2"], 2, "--detokenizer-worker-num 2 is not supported: "),
+    (["serve", "x", "--log-level", "loud"], 2, "--log-level: invalid choice: 'loud'"),
+    (["serve", "x", "--log-level-http", "INFO"], 2, "--log-level-http: invalid choice: 'INFO'"),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
     (["serve", "x", "--smg-grpc-mode"], 2, "--smg-grpc-mode is not supported: "),
     (["serve", "x", "--grpc-port", "5"], 2, "--grpc-port 5 is not supported: "),
@@ -281,12 +283,15 @@ def test_vocabularies_are_read_where_and_as_the_server_reads_them(tmp_path):
 
 def test_numbers_with_which_a_server_answers_nothing():
     options = {flag.removeprefix("--").replace("-", "_") for flag in checks.LEAST}
-    checks.refuse_small_numbers(SimpleNamespace(**dict.fromkeys(options)))
+    nodes = {"nnodes": 2, "node_rank": 1}
+    checks.refuse_numbers(SimpleNamespace(**dict.fromkeys(options), **nodes))
+    with pytest.raises(StartError, match=r"--node-rank must be in \[0, 1\], got 2"):
+        checks.refuse_numbers(SimpleNamespace(**dict.fromkeys(options), **nodes | {"node_rank": 2}))
     for name in options:
-        given = dict.fromkeys(options, 1)
-        checks.refuse_small_numbers(SimpleNamespace(**given))
+        given = dict.fromkeys(options, 1) | nodes
+        checks.refuse_numbers(SimpleNamespace(**given))
         with pytest.raises(StartError, match=f"--{name.replace('_', '-')} must be at least 1, got 0"):
-            checks.refuse_small_numbers(SimpleNamespace(**given | {name: 0}))
+            checks.refuse_numbers(SimpleNamespace(**given | {name: 0}))
     assert {f"--{name.replace('_', '-')}" for name in options} <= engine_args.options()
 
 

@@ -51,6 +51,15 @@ def test_a_first_request_that_is_not_answered_is_an_error(start_server, tiny_mod
         start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "2048", "--context-length", "5")
 
 
+def test_an_http_server_that_does_not_start_is_an_error_of_ours(start_server, tiny_model):
+    """And not the status of another SGLang, which is uvicorn's for that."""
+    told = r"server ended with 1:[\s\S]*fathom serve: error: the HTTP server did not start; its own report is above"
+    with pytest.raises(RuntimeError, match=told):
+        start_server(
+            tiny_model, "--dtype", "float32", "--max-total-tokens", "2048", "--tool-server", "nobody:1"
+        )
+
+
 def listens(port):
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
         return True
