@@ -167,7 +167,7 @@ def launch(
     protect.install()
     templates.install()
     aside.install()
-    keys.install()
+    keys.install(server_args.fastapi_root_path)
     redact.install()
     labels.install()
     responses.install()

@@ -14,10 +14,14 @@ FOR_ADMINISTRATORS = ("load_lora_adapter_from_tensors", "set_trace_level")
 """SGLang's routes that change the server, but are open to who may send requests."""
 
 
-def install() -> None:
+def install(root: str = "") -> None:
     """Put our middleware around SGLang's check of keys, which it adds when it starts.
 
-    That check lets every WebSocket pass; their one route, of speech, is taken away.
+    That check lets every WebSocket pass; their one route, of speech, is taken away. And it knows the routes that
+    need no key by how paths begin, which a mount point changes.
+
+    Args:
+        root: where a proxy mounts the server, ``--fastapi-root-path``.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils import auth
@@ -28,13 +32,17 @@ def install() -> None:
         if getattr(route, "path", "").removeprefix("/") in FOR_ADMINISTRATORS:
             auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
 
-    add_check = auth.add_api_key_middleware
+    add_check, decide = auth.add_api_key_middleware, auth.decide_request_auth
+
+    def decide_by_route(*, path: str, **given: Any) -> Any:
+        return decide(path=path_of({"path": path, "root_path": root}), **given)
 
     def add_both(app: Any, **keys: Any) -> None:
         add_check(app, **keys)
         app.add_middleware(KeyFormats)
 
     auth.add_api_key_middleware = add_both
+    auth.decide_request_auth = decide_by_route
 
 
 class KeyFormats:

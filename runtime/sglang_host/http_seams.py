@@ -92,6 +92,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "utils.auth:decide_request_auth",
+        "replace",
+        "routes that need no key need none behind a mount point",
+        "method path authorization_header api_key admin_api_key auth_level",
+    ),
+    relies_on(
+        SERVER,
         "utils.auth:add_api_key_middleware",
         "replace",
         "Anthropic's clients send their keys in another header, and routes have formats of refusals",

@@ -91,10 +91,31 @@ def test_the_server_ends_cleanly(guarded):
     assert "Traceback" not in text and "leaked" not in text
 
 
-def test_there_is_no_websocket_of_which_no_key_would_be_asked(monkeypatch):
+@pytest.fixture
+def routes(monkeypatch):
+    """Those of SGLang's application; what a test installs is gone when it is over."""
     routes = list(http_server.app.router.routes)
     monkeypatch.setattr(http_server.app.router, "routes", routes)
-    monkeypatch.setattr(auth, "add_api_key_middleware", auth.add_api_key_middleware)
+    for name in ("add_api_key_middleware", "decide_request_auth"):
+        monkeypatch.setattr(auth, name, getattr(auth, name))
+    return routes
+
+
+@pytest.mark.parametrize("root", ["", "/api", "/health/api", "/metrics-of"])
+def test_the_same_routes_need_no_key_behind_any_mount_point(root, routes):
+    keys.install(root)
+    given = {"method": "GET", "authorization_header": None, "api_key": "k", "admin_api_key": None}
+
+    def allowed(path):
+        level = auth.AuthLevel.NORMAL
+        return auth.decide_request_auth(path=root + path, auth_level=level, **given).allowed
+
+    assert all(map(allowed, ("/health", "/health_generate", "/ready", "/metrics", "/metrics/")))
+    assert not any(map(allowed, ("/", CHAT, "/fathom/info", "/x/health")))
+
+
+def test_there_is_no_websocket_of_which_no_key_would_be_asked(routes):
+    routes = list(routes)
     sockets = [route for route in routes if isinstance(route, WebSocketRoute)]
     others = [route for route in routes if route not in sockets]
     assert sockets
