@@ -71,6 +71,12 @@ def _buffers_filled_before_each_replay(_: Any) -> bool:
     return not envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
 
 
+def _token_by_token(_: Any) -> bool:
+    from sglang.srt.environ import envs
+
+    return not envs.SGLANG_USE_HND_KVCACHE.get()
+
+
 ROWS_TOGETHER = Rule(
     (),
     lambda args: (
@@ -116,7 +122,13 @@ OWN_DRAFT = Rule(
     "no --speculative-draft-attention-backend",
     "no other backend reads the draft's KV",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT
+KV_BY_TOKEN = Rule(
+    (),
+    _token_by_token,
+    "SGLANG_USE_HND_KVCACHE=0",
+    "the kernels read keys and values token by token",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT, KV_BY_TOKEN
 """Asked for on a CPU too."""
 
 CPU_RULES = (

@@ -109,6 +109,12 @@ def test_what_depth_pages_do_not_go_with_is_refused(tiny_model, flags, told):
         engine_args.build(["--model-path", str(tiny_model), *flags])
 
 
+def test_another_layout_of_kv_is_refused(tiny_model, monkeypatch):
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(ValueError, match="needs SGLANG_USE_HND_KVCACHE=0: the kernels read"):
+        engine_args.build(["--model-path", str(tiny_model)])
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
