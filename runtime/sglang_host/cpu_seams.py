@@ -138,5 +138,12 @@ CPU_SEAMS: tuple[Seam, ...] = (
         )
         for place in ROTARY_CLASSES
     ),
+    relies_on(
+        SCHEDULER,
+        "constrained.xgrammar_backend:XGrammarGrammarBackend.apply_vocab_mask",
+        "replace",
+        "strict thinking asks for it where a request has no grammar of its own",
+        "logits vocab_mask",
+    ),
     *(row for family in _FAMILIES for row in _layer_seams(*family)),
 )

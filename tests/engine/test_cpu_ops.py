@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from noisy import draft_flags
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -205,3 +206,21 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> Replica
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return module
+
+
+def test_thoughts_end_where_the_client_wants_it_drafted_or_not(start_server, tiny_model, close_draft):
+    """SGLang's backend masks logits on GPUs alone where a request has no grammar beside its thoughts."""
+    thinking = ("--reasoning-parser", "qwen3", "--enable-strict-thinking")
+    flags = ("--dtype", "float32", "--max-total-tokens", "20000", *thinking, *draft_flags(close_draft))
+    server = start_server(tiny_model, *flags)
+
+    def text(length, **more):
+        sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
+        body = {"text": "Where is it? <think>\n", "sampling_params": sampling, "require_reasoning": True}
+        reply = server.client.post("/generate", json=body | more)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["text"]
+
+    free, cut = text(24), text(24, max_thinking_tokens=6)
+    assert cut.startswith(text(6) + "</think>") and "</think>" not in free
+    assert cut == text(24, max_thinking_tokens=6, fathom={"speculative": True})
