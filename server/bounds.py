@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from fathom.server.refusals import INTERNAL_FIELDS, MAX_GENERATIONS
+from fathom.server.refusals import INTERNAL_FIELDS, INTERNAL_SAMPLING_FIELDS, MAX_GENERATIONS
 
 MAX_TOP_LOGPROBS = 1024
 
@@ -131,6 +131,10 @@ def check_preferred(given: Any, vocabulary: int) -> None:
     check_sampling(given, vocabulary)
     if unknown := sorted(given.keys() - TYPES.keys()):
         raise ValueError(f"{unknown[0]} is not a sampling parameter")
+    if alone := sorted(given.keys() & {"n", "beam_width", *INTERNAL_SAMPLING_FIELDS}):
+        raise ValueError(
+            f"{alone[0]} is not for requests that do not say it"
+        )  # SGLang has counted them by then
     SamplingParams(**given).verify(vocabulary)
 
 

@@ -46,6 +46,8 @@ ILLEGAL = [
     [
         *((sampling, told) for sampling, told in ILLEGAL),
         ([1], "must be a JSON object"),
+        ({"n": 2}, "n is not for requests that do not say it"),
+        ({"is_normalized": True}, "is_normalized is not for requests"),
         ({"unheard_of": 1}, "unheard_of is not a sampling parameter"),
         ({"temperature": -1}, "temperature must be"),
         ({"top_p": 1.5}, "top_p must be in"),
