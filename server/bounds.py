@@ -26,6 +26,10 @@ MAX_BATCH = 4096
 INT64 = (-(1 << 63), (1 << 63) - 1)
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
+MOST_BIAS = 1e30
+LOGITS = {"temperature": (0.0, 1e6), "repetition_penalty": (1e-6, 2.0)}
+"""What logits are scaled by. Together with biases up to :data:`MOST_BIAS` they stay numbers in float32."""
+
 UNTYPED = frozenset({"custom_params", "sampling_seed", "beam_width", "n"})
 """Sampling parameters with a check of their own, here or in SGLang."""
 
@@ -92,7 +96,8 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     """One set of sampling parameters; a null is SGLang's default.
 
     Raises:
-        ValueError: for a wrong type, an integer beyond 32 bits (a seed: 64), too many answers, or an empty stop.
+        ValueError: for a wrong type, an integer beyond 32 bits (a seed: 64), too many answers, an empty stop, or a
+            number by which logits overflow.
     """
     params = {name: value for name, value in given.items() if value is not None}
     for name in params.keys() & TYPES.keys() - UNTYPED:
@@ -111,6 +116,9 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
     _check_range("stop_token_ids", list(params.get("stop_token_ids") or ()), *INT32)
     _check_number("stream_interval", params.get("stream_interval"), 1, INT32[1])
     _check_bias(params.get("logit_bias"), vocabulary)
+    for name, (least, most) in LOGITS.items():
+        if not least <= params.get(name, most) <= most:
+            raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {params[name]}")
     for name in ("stop", "stop_regex"):
         texts = params.get(name)
         if "" in ([texts] if isinstance(texts, str) else texts or ()):
@@ -187,11 +195,13 @@ def _check_members(obj: GenerateReqInput) -> None:
 
 
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
-    for token in bias or ():
+    for token, value in (bias or {}).items():
         if not (token.isdecimal() and int(token) < vocabulary):
             raise ValueError(
                 f"logit_bias must have token ids in [0, {vocabulary - 1}] as keys, got {token[:40]!r}"
             )
+        if not abs(value) <= MOST_BIAS:
+            raise ValueError(f"logit_bias must be in [-{MOST_BIAS:g}, {MOST_BIAS:g}], got {value}")
 
 
 def _check_patterns(patterns: str | list[str] | None) -> None:

@@ -2,6 +2,13 @@
 
 SGLang counts a request's tokens from the last time that it was let in: after a retraction it may repeat itself, and
 has its minimal length once more before it.
+
+Nor does a minimal length leave nothing that may be said: where a grammar has come to its end, and allows only what
+ends the answer, the answer ends. SGLang forbids that by minus infinity, as a grammar does all the rest, and makes
+probabilities of it that are no numbers, of which a draw with top-k, top-p or min-p ends the engine.
+
+And penalties that are added come before those that scale, as SGLang has it where steps overlap. Elsewhere it takes
+them in the order of a set of classes, which is another one in each process.
 """
 
 import inspect
@@ -14,12 +21,16 @@ from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
+    BatchedPenalizerOrchestrator,
     BatchedPresencePenalizer,
     BatchedRepetitionPenalizer,
     repetition_penalty,
 )
 
 from fathom.runtime.staging import send
+
+UNWANTED = -1e30
+"""What makes a logit less likely than any that it is not added to, and is a number at any legal temperature."""
 
 
 def frequency(penalizer: Any, row: int, said: torch.Tensor) -> None:
@@ -71,6 +82,19 @@ def prepare(self: Any) -> None:
         if request.output_ids and getattr(request.sampling_params, count.parameter) != count.neutral:
             said = send(torch.tensor(list(request.output_ids)), self.orchestrator.device)
             count.note(self, row, said)
+    if isinstance(self, BatchedMinNewTokensPenalizer):
+        self.stop_token_penalties.clamp_(min=UNWANTED)
+
+
+_begin = BatchedPenalizerOrchestrator.__init__
+
+
+def begin(self: Any, *given: Any, **named: Any) -> None:
+    """SGLang's ``__init__``; what scales comes last."""
+    _begin(self, *given, **named)
+    self.penalizers = dict(
+        sorted(self.penalizers.items(), key=lambda item: (item[0].is_multiplicative, item[0].__name__))
+    )
 
 
 def install(native: bool) -> None:
@@ -80,6 +104,7 @@ def install(native: bool) -> None:
     """
     for penalizer in COUNTS:
         penalizer._prepare = prepare
+    BatchedPenalizerOrchestrator.__init__ = begin
     if native:
         scale = inspect.unwrap(repetition_penalty.apply_scaling_penalties)
         for module in (repetition_penalty, sampling_batch_info):

@@ -16,6 +16,7 @@ from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
 from fathom.runtime.sglang_host.http_seams import HTTP_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
 from fathom.runtime.sglang_host.lora_seams import LORA_SEAMS
+from fathom.runtime.sglang_host.sampling_seams import SAMPLING_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
     SCHEDULER,
@@ -264,72 +265,6 @@ LEDGER: tuple[Seam, ...] = (
         "sends the report with the last tokens",
         "reqs",
     ),
-    relies_on(
-        SCHEDULER,
-        "sampling.sampling_batch_info:SamplingBatchInfo.adjusted_from_schedule_batch",
-        "replace",
-        "a request's seed counts",
-        "batch vocab_size",
-    ),
-    relies_on(
-        SCHEDULER,
-        "sampling.sampling_batch_info:SamplingBatchInfo.merge_batch",
-        "replace",
-        "rows without a seed survive the merge with seeded ones",
-        "other",
-        lambda f: "sampling_seed" in str(f.__code__.co_consts),
-    ),
-    *(
-        relies_on(
-            SCHEDULER,
-            f"sampling.penaltylib:Batched{name}Penalizer._prepare",
-            "replace",
-            "what a request said before it was taken out counts",
-            "",
-            reads_attributes(attributes),
-        )
-        for name, attributes in (
-            ("Frequency", "frequency_penalties cumulated_frequency_penalties"),
-            ("Presence", "presence_penalties cumulated_presence_penalties"),
-            ("Repetition", "repetition_penalties cumulated_repetition_penalties"),
-            ("MinNewTokens", "len_output_tokens"),
-        )
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.sampler:register_sampler_backend",
-        "register",
-        "our sampler takes the slots pytorch and flashinfer: seeds beside min-p, and beside FlashInfer's draws",
-        "backend factory",
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.sampler:Sampler._sample_from_probs",
-        "override",
-        "draws a batch with seeds as the backend pytorch does, after min-p",
-        "probs sampling_info positions simple_sampling_case",
-    ),
-    relies_on(
-        SCHEDULER,
-        "runtime_context:_ConfigBag.override",
-        "call",
-        "SGLang's sampler asks for the backend's name itself",
-        "kwargs",
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.sampler:murmur_hash32",
-        "replace",
-        "seeded sampling on a CPU without sgl_kernel",
-        "seed positions col_indices",
-    ),
-    relies_on(
-        SCHEDULER,
-        "layers.sampler:multinomial_with_seed",
-        "replace",
-        "a seeded draw is not compiled in the middle of a request",
-        "logprobs seed positions",
-    ),
     # --- the engine process: a machine without a GPU ---
     relies_on(
         SCHEDULER,
@@ -410,6 +345,7 @@ LEDGER: tuple[Seam, ...] = (
             ("get_paged_allocator_cls", "names the allocator of an out-of-tree platform"),
         )
     ),
+    *SAMPLING_SEAMS,
     *CPU_SEAMS,
     *KV_SEAMS,
     *LORA_SEAMS,

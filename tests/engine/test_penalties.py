@@ -1,5 +1,6 @@
 """Penalties and minimal lengths count all that a request has said, also before it was taken out of the batch."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch._dynamo
 from greedy import TOLERANCE, body_of
 from sglang.srt.sampling import sampling_batch_info
 from sglang.srt.sampling.penaltylib import (
+    BatchedMinNewTokensPenalizer,
     BatchedPenalizerOrchestrator,
     BatchedRepetitionPenalizer,
     repetition_penalty,
@@ -91,6 +93,18 @@ def test_a_request_that_is_taken_out_gets_the_same_answer(server, tiny_model, sa
         assert not is_greedy(model, prompt, said, {})
 
 
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["greedy", "top_p"])
+def test_a_grammar_that_ends_before_the_least_length_ends_the_answer(server, more):
+    """SGLang leaves no token that may be said: an aborted answer, or with top-p the end of the server."""
+    sampling = {"regex": "[a-z]{3}", "min_new_tokens": 20, "ignore_eos": False, **more}
+    body = body_of([7, 8, 9], None, 30, **sampling)
+    for _ in range(3):
+        answer = server.client.post("/generate", json=body).json()
+        meta = answer["meta_info"]
+        assert len(answer["text"]) == 3 and meta["finish_reason"]["type"] == "stop"
+        assert all(entry[0] <= 0 for entry in meta["output_token_logprobs"])
+
+
 class Batch:
     device = "cpu"
 
@@ -131,9 +145,46 @@ def test_what_was_said_counts_as_if_it_had_been_counted_one_by_one(penalizer, mo
     assert not torch.equal(got, logits)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1, 1e6])
+@pytest.mark.parametrize("factor", [1e-6, 2])
+def test_what_ends_an_answer_is_said_early_only_if_nothing_else_may_be(monkeypatch, temperature, factor):
+    kinds = {BatchedMinNewTokensPenalizer, BatchedRepetitionPenalizer}
+    for kind in kinds:
+        monkeypatch.setattr(kind, "_prepare", penalties.prepare)
+    ends = [2, 3, 4]
+    others = [i for i in range(VOCABULARY) if i not in ends]
+    batch = Batch([request(ends, min_new_tokens=9, repetition_penalty=factor) for _ in range(2)])
+    logits = 10 * torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits[0, ends] = 100
+    with torch._dynamo.config.patch(disable=True):
+        BatchedPenalizerOrchestrator(VOCABULARY, batch, kinds).apply(logits)
+    logits[1, others] = -torch.inf  # by a grammar
+    probs = torch.softmax(logits / temperature, -1)
+    assert (probs[:, ends].sum(-1) - torch.tensor([0.0, 1.0])).abs().max() < 1e-6
+
+
+def test_penalties_do_not_depend_on_an_order_of_classes(monkeypatch):
+    """Those that are added come first in every process, as where steps overlap."""
+    monkeypatch.setattr(BatchedPenalizerOrchestrator, "__init__", penalties.begin)
+    for kind in penalties.COUNTS:
+        monkeypatch.setattr(kind, "_prepare", penalties.prepare)
+    sampling = {"frequency_penalty": 1.0, "presence_penalty": 2.0, "repetition_penalty": 2.0}
+    logits = 3 * torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    want = logits.clone()
+    for token, count in ((7, 2), (9, 1)):
+        added = logits[0, token] - count * 1.0 - 2.0
+        want[0, token] = added * 2 if added < 0 else added / 2
+    for order in itertools.permutations(penalties.COUNTS):
+        batch, got = Batch([request([7, 9, 7], **sampling)]), logits.clone()
+        with torch._dynamo.config.patch(disable=True):
+            BatchedPenalizerOrchestrator(vocab_size=VOCABULARY, batch=batch, penalizers=order).apply(got)
+        assert torch.allclose(got, want, atol=1e-6), order
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Our functions in SGLang's places, for one test."""
+    monkeypatch.setattr(BatchedPenalizerOrchestrator, "__init__", BatchedPenalizerOrchestrator.__init__)
     for penalizer in penalties.COUNTS:
         monkeypatch.setattr(penalizer, "_prepare", penalizer._prepare)
     for module in (repetition_penalty, sampling_batch_info):

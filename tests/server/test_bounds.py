@@ -13,6 +13,7 @@ LEGAL = [
     {"temperature": None, "max_new_tokens": None, "skip_special_tokens": None},
     {"temperature": 0, "top_k": -1, "top_p": 1, "n": 128, "stop": ["a"], "stop_token_ids": [7]},
     {"regex": "a+", "ignore_eos": True, "logit_bias": {"2047": -100}, "stream_interval": 1},
+    {"temperature": 1e6, "repetition_penalty": 1e-6, "logit_bias": {"1": 1e30, "2": -1e30}},
     {"sampling_seed": 2**62, "custom_params": {"deep": {"er": {}}}, "unheard_of": 1},
 ]
 ILLEGAL = [
@@ -37,6 +38,10 @@ ILLEGAL = [
     ({"stop_regex": ""}, "stop_regex must not have an empty text"),
     ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
     ({"stop_regex": "[[:none:]]"}, "stop_regex '[[:none:]]' is not a regular expression"),
+    ({"logit_bias": {"7": 1e38}}, "logit_bias must be in [-1e+30, 1e+30], got 1e+38"),
+    ({"logit_bias": {"7": -1e31}}, "logit_bias must be in [-1e+30, 1e+30], got -1e+31"),
+    ({"temperature": 1e39}, "temperature must be in [0, 1e+06], got 1e+39"),
+    ({"repetition_penalty": 1e-50}, "repetition_penalty must be in [1e-06, 2], got 1e-50"),
     ({"stream_interval": 0}, "stream_interval must be an integer in [1, "),
 ]
 

@@ -1,0 +1,88 @@
+"""The seams of sampling: seeds, penalties, log-probabilities."""
+
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
+
+SAMPLING_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        SCHEDULER,
+        "sampling.sampling_batch_info:SamplingBatchInfo.adjusted_from_schedule_batch",
+        "replace",
+        "a request's seed counts, and its neighbours do not scale log-probabilities of one without chance",
+        "batch vocab_size",
+    ),
+    relies_on(
+        SCHEDULER,
+        "sampling.sampling_batch_info:SamplingBatchInfo.merge_batch",
+        "replace",
+        "rows without a seed survive the merge with seeded ones",
+        "other",
+        lambda f: "sampling_seed" in str(f.__code__.co_consts),
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"sampling.penaltylib:Batched{name}Penalizer._prepare",
+            "replace",
+            "what a request said before it was taken out counts",
+            "",
+            reads_attributes(attributes),
+        )
+        for name, attributes in (
+            ("Frequency", "frequency_penalties cumulated_frequency_penalties"),
+            ("Presence", "presence_penalties cumulated_presence_penalties"),
+            ("Repetition", "repetition_penalties cumulated_repetition_penalties"),
+            ("MinNewTokens", "len_output_tokens stop_token_penalties"),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "sampling.penaltylib:BatchedPenalizerOrchestrator.__init__",
+        "replace",
+        "penalties are added first and scaled by then, in every process",
+        "vocab_size batch penalizers",
+        reads_attributes("penalizers"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:register_sampler_backend",
+        "register",
+        "our sampler takes the slots pytorch and flashinfer: seeds beside min-p, and beside FlashInfer's draws",
+        "backend factory",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:Sampler.forward",
+        "read",
+        "takes log-probabilities from logits in deterministic mode",
+        None,
+        reads_attributes("enable_deterministic log_softmax"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:Sampler._sample_from_probs",
+        "override",
+        "draws a batch with seeds as the backend pytorch does, after min-p",
+        "probs sampling_info positions simple_sampling_case",
+    ),
+    relies_on(
+        SCHEDULER,
+        "runtime_context:_ConfigBag.override",
+        "call",
+        "SGLang's sampler asks for the backend's name itself",
+        "kwargs",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:murmur_hash32",
+        "replace",
+        "seeded sampling on a CPU without sgl_kernel",
+        "seed positions col_indices",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:multinomial_with_seed",
+        "replace",
+        "a seeded draw is not compiled in the middle of a request",
+        "logprobs seed positions",
+    ),
+)
