@@ -1,5 +1,7 @@
 """Makes a request's ``seed`` count without SGLang's deterministic mode, whatever its neighbours ask for.
 
+Beside it, what else of sampling SGLang lets neighbours or rounding decide.
+
 SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives
 every request without a seed the same one. Its PyTorch sampler draws from (seed, position) where there is one, so
 filling it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
@@ -26,12 +28,29 @@ _merge_batch = SamplingBatchInfo.merge_batch
 
 
 class SeededSampler(sampler.Sampler):
-    """SGLang's sampler, which draws batches with seeds as PyTorch does."""
+    """SGLang's sampler, which draws batches with seeds as PyTorch does.
+
+    It takes log-probabilities from the logits, as SGLang's does in deterministic mode. Else it takes logarithms of
+    probabilities, of which all below 1e-45 are zero: at a low temperature the most likely alternatives to a token
+    were any, each with the lowest number there is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enable_deterministic = True
 
     def _sample_from_probs(
-        self, probs: torch.Tensor, sampling_info: SamplingBatchInfo, *rest: Any
+        self,
+        probs: torch.Tensor,
+        sampling_info: SamplingBatchInfo,
+        positions: torch.Tensor,
+        simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, Any]:
+        rest = positions, simple_sampling_case
         if sampling_info.sampling_seed is None:
+            if not simple_sampling_case:
+                # SGLang's draw from numbers that are none ends the engine, and with it everybody's requests.
+                probs = probs.nan_to_num(nan=1.0)
             return super()._sample_from_probs(probs, sampling_info, *rest)
         if sampling_info.need_min_p_sampling:
             probs = likely(probs, sampling_info.min_ps)
@@ -60,6 +79,15 @@ def _supported() -> bool:
     return get_exec().kernel.sampling_backend in BACKENDS
 
 
+def as_if_alone(info: SamplingBatchInfo) -> None:
+    """Let no neighbour that samples give a request without chance a temperature.
+
+    Where all take the most likely token SGLang leaves it out; where one samples it scales everybody's
+    log-probabilities.
+    """
+    info.temperatures.masked_fill_(info.top_ks.view(-1, 1) <= 1, 1)
+
+
 def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
     info.sampling_seed = send(torch.tensor(seeds), info.device)
     # SGLang draws over the sorted vocabulary if any row has top-k or top-p, else over the vocabulary as it is:
@@ -69,6 +97,7 @@ def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
 
 def adjusted_from_schedule_batch(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
     """SGLang's hook at the end of ``from_schedule_batch``: fill the seeds if any request brought one."""
+    as_if_alone(self)
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if self.sampling_seed is None and any(seed is not None for seed in seeds) and _supported():
         _set(self, [_random_seed() if seed is None else seed % (1 << 63) for seed in seeds])

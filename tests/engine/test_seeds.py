@@ -106,6 +106,60 @@ def test_draws_with_seeds_follow_the_distribution(installed, monkeypatch, backen
         assert (got - want / want.sum()).abs().max() < 4 * (0.25 / draws) ** 0.5
 
 
+@pytest.mark.parametrize("rule", ["top_k", "top_p", "min_p"])
+def test_a_draw_from_what_is_no_number_leaves_the_engine_and_its_neighbours_alone(
+    installed, monkeypatch, rule
+):
+    kernel = _ConfigBag("exec.kernel")
+    kernel._set("sampling_backend", "pytorch")
+    monkeypatch.setattr(sampler, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    probs = torch.full((3, 8), 1 / 8)
+    probs[1], probs[2] = torch.nan, torch.eye(8)[5]
+    info = SimpleNamespace(
+        sampling_seed=None,
+        top_ks=torch.full((3,), 4 if rule == "top_k" else 8),
+        top_ps=torch.full((3,), 0.7 if rule == "top_p" else 1.0),
+        min_ps=torch.full((3,), 0.2 if rule == "min_p" else 0.0),
+        need_min_p_sampling=rule == "min_p",
+        sampling_mask_batch_indices=None,
+    )
+    drawing = seeds.SeededSampler.__new__(seeds.SeededSampler)
+    tokens, _ = drawing._sample_from_probs(probs, info, torch.zeros(3), False)
+    assert ((tokens >= 0) & (tokens < 8)).all() and tokens[2] == 5
+    assert probs[1].isnan().all(), "what is told of it is no number either"
+
+
+def with_logprobs(server, *several):
+    """Answers of one batch, and of each token (log-probability, id) of the most likely ones."""
+    sampling = [{"max_new_tokens": 6, "ignore_eos": True, **each} for each in several]
+    body = {"input_ids": [PROMPT] * len(several), "sampling_params": sampling}
+    body |= {"return_logprob": True, "top_logprobs_num": 5}
+    answers = server.client.post("/generate", json=body).json()
+    meta = [answer["meta_info"] for answer in answers]
+    return [[[entry[:2] for entry in token] for token in each["output_top_logprobs"]] for each in meta]
+
+
+def test_logprobs_at_a_low_temperature_are_of_the_most_likely_tokens(server):
+    """A thousand times as far apart as without a temperature, which is beyond what probabilities hold."""
+    cold, plain = with_logprobs(server, {"temperature": 0.001}, {"temperature": 0})
+    assert cold[0][-1][0] < -110
+    for low, high in zip(cold, plain, strict=True):
+        assert [token for _, token in low] == [token for _, token in high]
+        gaps = [0.001 * (value - low[0][0]) for value, _ in low]
+        assert gaps == pytest.approx([value - high[0][0] for value, _ in high], abs=1e-4)
+
+
+def test_logprobs_of_the_most_likely_token_do_not_depend_on_who_samples_beside_it(server):
+    """A temperature says nothing where there is no chance; SGLang takes it if a neighbour samples."""
+    best = {"top_k": 1, "temperature": 0.3}
+    alone, plain = with_logprobs(server, best)[0], with_logprobs(server, {"temperature": 0})[0]
+    beside = with_logprobs(server, best, {"temperature": 1.0})[0]
+    for other in (plain, beside):
+        for token, entries in zip(alone, other, strict=True):
+            assert [t for _, t in token] == [t for _, t in entries]
+            assert [v for v, _ in token] == pytest.approx([v for v, _ in entries], abs=1e-4)
+
+
 def test_a_huge_seed_is_no_crash(server):
     assert len(sample(server, 2**62 + 11)) == 16
 
