@@ -17,9 +17,6 @@ def target_probs(
 ) -> torch.Tensor:
     """The distribution that the engine's sampler draws from, made explicit.
 
-    Top-k and top-p are both judged on the unfiltered distribution, min-p on what they left; then what is left is
-    scaled to sum 1.
-
     Args:
         logits: [rows, vocabulary] float, biases and grammar masks already applied.
         temperatures, top_ps, min_ps: [rows] float; top_ks: [rows] integers.
@@ -27,7 +24,16 @@ def target_probs(
     Returns:
         [rows, vocabulary] float32.
     """
-    probs = torch.softmax(logits.float() / temperatures.view(-1, 1), -1)
+    return filtered(torch.softmax(logits.float() / temperatures.view(-1, 1), -1), top_ks, top_ps, min_ps)
+
+
+def filtered(
+    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """What the rules leave of probabilities [rows, vocabulary], scaled to sum 1.
+
+    Top-k and top-p are both judged on the unfiltered distribution, min-p on what they left.
+    """
     ordered, index = probs.sort(-1, descending=True)
     mass = ordered.cumsum(-1)
     place = torch.arange(probs.shape[-1], device=probs.device)

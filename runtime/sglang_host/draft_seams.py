@@ -218,13 +218,6 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
-        "layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch",
-        "call",
-        "draws what SGLang would draw for a seed",
-        "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions return_filtered_probs",
-    ),
-    relies_on(
-        SCHEDULER,
         "layers.sampler:Sampler.forward",
         "read",
         "log-probabilities of drafted tokens before the temperature, where those of others are",

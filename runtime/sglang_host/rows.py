@@ -9,11 +9,10 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.layers import sampler
-from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.managers.schedule_batch import Req
 
 from fathom.runtime.sglang_host.requests import penalised, speculates
-from fathom.runtime.sglang_host.seeds import likely
+from fathom.runtime.sglang_host.seeds import draw_seeded
 from fathom.runtime.staging import send
 from fathom.runtime.verify import draw, match, reject, target_probs
 
@@ -161,19 +160,10 @@ class RowSampler:
         return torch.cat([accepted, put_out])
 
     def _seeded(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """What SGLang draws for the request's seed at each row's position."""
-        info, rows = self.info, len(logits)
-        probs = torch.softmax(logits / self._each(info.temperatures, rows).view(-1, 1), -1)
-        probs = likely(probs, self._each(info.min_ps, rows))
-        return top_k_top_p_min_p_sampling_from_probs_torch(
-            probs,
-            self._each(info.top_ks, rows),
-            self._each(info.top_ps, rows),
-            self._each(info.min_ps, rows),
-            False,
-            self._each(info.sampling_seed, rows),
-            torch.arange(position, position + rows, device=logits.device),
-        )
+        """What SGLang's sampler draws for the request's seed at each row's position."""
+        seeds = self._each(self.info.sampling_seed, len(logits))
+        positions = torch.arange(position, position + len(logits), device=logits.device)
+        return draw_seeded(self.probs(logits), seeds, positions)
 
     def asked_of(self, logits: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
         """What the request asked for of the tokens' log-probabilities, from its prepared logits, for :meth:`run`.

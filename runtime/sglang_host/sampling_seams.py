@@ -1,6 +1,6 @@
 """The seams of sampling: seeds, penalties, log-probabilities."""
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
 
 SAMPLING_SEAMS: tuple[Seam, ...] = (
     relies_on(
@@ -61,8 +61,16 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "layers.sampler:Sampler._sample_from_probs",
         "override",
-        "draws a batch with seeds as the backend pytorch does, after min-p",
+        "draws a batch with seeds as the backend pytorch does, whatever its rows ask for",
         "probs sampling_info positions simple_sampling_case",
+        reads_global("top_k_top_p_min_p_sampling_from_probs_torch"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch",
+        "replace",
+        "a seed's noise belongs to token ids, also beside min-p",
+        "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions return_filtered_probs",
     ),
     relies_on(
         SCHEDULER,

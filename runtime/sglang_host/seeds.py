@@ -5,10 +5,12 @@ Beside it, what else of sampling SGLang lets neighbours or rounding decide.
 SGLang fills ``SamplingBatchInfo.sampling_seed`` only under ``--enable-deterministic-inference``, and then gives
 every request without a seed the same one. Its PyTorch sampler draws from (seed, position) where there is one, so
 filling it for the batches that hold a seeded request is enough; the other rows get a seed drawn at random.
-Neither that sampler with min-p nor FlashInfer's takes seeds: such batches are filtered first, and drawn by PyTorch.
+Neither that sampler with min-p nor FlashInfer's takes seeds: batches with one are drawn here.
+
+A token's noise belongs to its id. SGLang's belongs to its place among the tokens sorted by probability, where
+rounding changes places: of 128,000 tokens many are as likely as the next.
 """
 
-import copy
 import inspect
 import random
 from typing import Any
@@ -20,6 +22,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.runtime.staging import send
+from fathom.runtime.verify import filtered
 
 BACKENDS = ("pytorch", "flashinfer")
 """SGLang's sampling backends with which a seed counts."""
@@ -28,7 +31,7 @@ _merge_batch = SamplingBatchInfo.merge_batch
 
 
 class SeededSampler(sampler.Sampler):
-    """SGLang's sampler, which draws batches with seeds as PyTorch does.
+    """SGLang's sampler, by whose PyTorch branch batches with seeds are drawn.
 
     It takes log-probabilities from the logits, as SGLang's does in deterministic mode. Else it takes logarithms of
     probabilities, of which all below 1e-45 are zero: at a low temperature the most likely alternatives to a token
@@ -46,29 +49,57 @@ class SeededSampler(sampler.Sampler):
         positions: torch.Tensor,
         simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, Any]:
-        rest = positions, simple_sampling_case
         if sampling_info.sampling_seed is None:
             if not simple_sampling_case:
                 # SGLang's draw from numbers that are none ends the engine, and with it everybody's requests.
                 probs = probs.nan_to_num(nan=1.0)
-            return super()._sample_from_probs(probs, sampling_info, *rest)
-        if sampling_info.need_min_p_sampling:
-            probs = likely(probs, sampling_info.min_ps)
-            sampling_info = copy.copy(sampling_info)
-            sampling_info.need_min_p_sampling = False
+            return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
         with get_exec().kernel.override(sampling_backend="pytorch"):
-            return super()._sample_from_probs(probs, sampling_info, *rest)
+            return super()._sample_from_probs(probs, sampling_info, positions, False)
 
 
-def likely(probs: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """What min-p leaves of probabilities, 0 elsewhere; not scaled, which a draw with a seed does not need.
+_sample = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 
-    Top-k and top-p choose the same of it as of all: what they add up comes before what min-p leaves out.
 
-    Args:
-        probs: [rows, vocabulary]; min_ps: [rows], as shares of each row's highest.
+def sample(
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: torch.Tensor | None,
+    positions: torch.Tensor,
+    *,
+    return_filtered_probs: bool = False,
+) -> Any:
+    """SGLang's draw by PyTorch; with seeds, ours."""
+    if sampling_seed is None:
+        return _sample(
+            probs,
+            top_ks,
+            top_ps,
+            min_ps,
+            need_min_p_sampling,
+            None,
+            positions,
+            return_filtered_probs=return_filtered_probs,
+        )
+    weights = filtered(probs, top_ks, top_ps, min_ps)
+    tokens = draw_seeded(weights, sampling_seed, positions)
+    if not return_filtered_probs:
+        return tokens
+    ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand_as(probs)
+    return tokens, weights, ids, weights.gather(1, tokens.long().view(-1, 1)).view(-1)
+
+
+def draw_seeded(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A token of each row of [rows, vocabulary], by the row's seed and position.
+
+    Returns:
+        [rows] int32.
     """
-    return probs.masked_fill(probs < probs.amax(-1, keepdim=True) * min_ps.view(-1, 1), 0)
+    drawn: torch.Tensor = sampler.multinomial_with_seed(weights.double().log_(), seeds, positions)
+    return drawn.view(-1).to(torch.int32)
 
 
 def _random_seed() -> int:
@@ -90,9 +121,6 @@ def as_if_alone(info: SamplingBatchInfo) -> None:
 
 def _set(info: SamplingBatchInfo, seeds: list[int]) -> None:
     info.sampling_seed = send(torch.tensor(seeds), info.device)
-    # SGLang draws over the sorted vocabulary if any row has top-k or top-p, else over the vocabulary as it is:
-    # always the former, or a seed's sample would depend on the other rows.
-    info.need_top_k_sampling = True
 
 
 def adjusted_from_schedule_batch(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
@@ -121,6 +149,7 @@ def install(native: bool) -> None:
     """
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
     SamplingBatchInfo.merge_batch = merge_batch
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
     for backend in BACKENDS:
         sampler.register_sampler_backend(backend, SeededSampler)
     if native:

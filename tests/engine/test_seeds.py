@@ -57,7 +57,7 @@ def test_a_seed_holds_in_a_mixed_batch(server):
 def installed(monkeypatch):
     """Our functions in SGLang's places, for one test."""
     for place, names in (
-        (sampler, ("murmur_hash32", "multinomial_with_seed")),
+        (sampler, ("murmur_hash32", "multinomial_with_seed", "top_k_top_p_min_p_sampling_from_probs_torch")),
         (SamplingBatchInfo, ("adjusted_from_schedule_batch", "merge_batch")),
     ):
         for name in names:
@@ -104,6 +104,28 @@ def test_draws_with_seeds_follow_the_distribution(installed, monkeypatch, backen
         got = torch.bincount(tokens[row :: len(rules)], minlength=vocabulary) / draws
         assert set(got.nonzero().flatten().tolist()) == stays
         assert (got - want / want.sum()).abs().max() < 4 * (0.25 / draws) ** 0.5
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_seed_draws_the_same_where_rounding_changes_who_is_likelier(installed, top_p):
+    """Many tokens of a vocabulary are nearly as likely as the next; which of two is so decides no draw."""
+    draws, vocabulary = 500, 4000
+    logits = torch.randn(draws, vocabulary, generator=torch.Generator().manual_seed(5))
+    other = logits + 1e-4 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(6))
+    assert (logits.argsort(-1) != other.argsort(-1)).any(-1).all()
+    rules = (torch.full((draws,), vocabulary), torch.full((draws,), top_p), torch.zeros(draws), False)
+    seed, positions = torch.arange(draws), torch.full((draws,), 7)
+    draw = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    tokens, again = (draw(torch.softmax(each, -1), *rules, seed, positions) for each in (logits, other))
+    assert len(set(tokens.tolist())) > draws / 2
+    assert (tokens != again).sum() <= 1
+    ids = draw(torch.softmax(logits, -1), *rules, seed, positions, return_filtered_probs=True)
+    chosen, weights, places, weight = ids
+    assert torch.equal(chosen, tokens) and torch.equal(places[0], torch.arange(vocabulary, dtype=torch.int32))
+    assert torch.equal(weights.gather(1, tokens.long().view(-1, 1)).view(-1), weight)
+    assert (weights > 0).sum(-1).float().mean() == pytest.approx(
+        (vocabulary if top_p == 1 else 0.67 * vocabulary), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("rule", ["top_k", "top_p", "min_p"])

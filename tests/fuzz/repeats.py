@@ -72,7 +72,7 @@ class Repeats:
         tokens, others = answer["output_ids"], before["output_ids"]
         at = difference(tokens, others)
         if at is not None:
-            if asked.request.kind == "seeded" and self._close(asked, tokens, others, at):
+            if asked.request.kind == "seeded" and self._rounded(asked, tokens, at):
                 self.counts["not compared: decided by rounding"] += 1
                 return False
             raise Wrong(f"token {at} is another one than when it was asked before", others)
@@ -89,18 +89,15 @@ class Repeats:
     def _reference(self, asked: Asked) -> Reference:
         return self.reference.of(asked.request.adapter)
 
-    def _close(self, asked: Asked, tokens: list[int], others: list[int], at: int) -> bool:
-        """Whether rounding may have drawn the other token: one as likely is beside it in the order of draws.
+    def _rounded(self, asked: Asked, tokens: list[int], at: int) -> bool:
+        """Whether rounding may have drawn the other token.
 
         Where the oracles cannot tell, SFI may have chosen between two entries of one score: of two candidates the
         mixture of least norm (Eq. 18) often makes that so.
         """
         if asked.unknown:
             return bool(asked.policy.get("decode") == "slow_fast")
-        drawn = asked.drawn(tokens[: at + 1])
-        row = self._reference(asked).expected(**drawn).logits[at].log_softmax(-1)
-        close = abs(float(row[tokens[at]] - row[others[at]])) < TIE
-        return close or self._reference(asked).decided_by_rounding(**drawn)
+        return self._reference(asked).decided_by_rounding(**asked.drawn(tokens[: at + 1]))
 
     def _drawn(self, asked: Asked, answer: Answer) -> None:
         """Log-probabilities of the tokens that were drawn, where no top-k and top-p cut anything off."""
