@@ -128,7 +128,13 @@ KV_BY_TOKEN = Rule(
     "SGLANG_USE_HND_KVCACHE=0",
     "the kernels read keys and values token by token",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT, KV_BY_TOKEN
+NO_COPIES = Rule(
+    (),
+    lambda args: not args.hicache_storage_backend,
+    "no --hicache-storage-backend",
+    "it copies KV by slot, which depth pages do not have",
+)
+ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, NO_COPIES, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT, KV_BY_TOKEN
 """Asked for on a CPU too."""
 
 CPU_RULES = (
