@@ -125,6 +125,7 @@ def launch(
         quiet,
         responses,
         templates,
+        tool_arguments,
         tool_calls,
     )
     from fathom.server.drain import ServingTokenizerManager
@@ -174,6 +175,7 @@ def launch(
     messages.install()
     chunks.install()
     tool_calls.install()
+    tool_arguments.install()
     ollama.install()
     detokenize.install()
     forking.install()

@@ -305,6 +305,25 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "the same where a grammar makes the call",
         "new_text tools",
     ),
+    *(
+        relies_on(
+            SERVER,
+            "function_call.base_format_detector:BaseFormatDetector.parse_streaming_increment",
+            "replace",
+            f"reads arguments by the module's `{name}`, ours, which does not go through all of them in Python",
+            "new_text tools",
+            reads_global(name),
+        )
+        for name in ("_partial_json_loads", "_find_common_prefix")
+    ),
+    relies_on(
+        SERVER,
+        "function_call.llama32_detector:Llama32Detector.parse_streaming_increment",
+        "replace",
+        "a call that is JSON is read as JSON",
+        "new_text tools",
+        reads_attributes("_buffer parse_streaming_increment"),
+    ),
     relies_on(
         SERVER,
         "entrypoints.openai.serving_chat:OpenAIServingChat._tool_call_parsing_active",

@@ -1,0 +1,129 @@
+"""Tool calls read while they are streamed: what SGLang reads of them, without reading all of them again."""
+
+import json
+import random
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+from partial_json_parser.core.options import Allow  # noqa: E402
+from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
+from sglang.srt.function_call import base_format_detector  # noqa: E402
+from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
+from sglang.srt.function_call.llama32_detector import Llama32Detector  # noqa: E402
+
+from fathom.server import tool_arguments  # noqa: E402
+
+HALF = re.compile(r"\\u[dD][89abAB]..(\\(u([dD](.(.)?)?)?)?)?$")
+"""The begin of a character that JSON may write as two: SGLang reads half of it, and we nothing."""
+PIECES = ['"', "\\", "\n", "é", "😀", "{", "}", "[", "]", ":", ",", " ", "/", "\x7f", "\u2028", "a", "0"]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+VALUES = st.recursive(
+    TEXTS | st.sampled_from([0, 1, -2.5, 10**30, 1e-7, True, False, None, float("nan")]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def attempted(function, *args):
+    try:
+        return repr(function(*args))  # of numbers that are none too
+    except Exception as error:
+        return type(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    VALUES,
+    st.booleans(),
+    st.sampled_from([None, 2]),
+    st.sampled_from(["", "\n</tool_call>", '"', ', {"a": "b']),
+)
+def test_every_beginning_of_a_call_is_read_as_sglang_reads_it(value, escaped, indent, rest):
+    text = json.dumps({"name": "f", "arguments": value}, ensure_ascii=escaped, indent=indent) + rest
+    for end in range(1, len(text) + 1):
+        for flags in (Allow.ALL, Allow.ALL & ~Allow.STR):
+            if not HALF.search(text[:end]):
+                mine = attempted(tool_arguments.read, text[:end], flags)
+                assert mine == attempted(tool_arguments._read, text[:end], flags)
+
+
+@given(st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_what_two_texts_begin_with(one, other):
+    prefix = tool_arguments.common_prefix(one, other)
+    assert one.startswith(prefix) and other.startswith(prefix)
+    assert one[len(prefix) :][:1] != other[len(prefix) :][:1] or prefix in (one, other)
+
+
+@pytest.fixture
+def with_ours(monkeypatch):
+    """Installs our functions; what is SGLang's comes back."""
+    places = [(base_format_detector, name) for name in ("_partial_json_loads", "_find_common_prefix")]
+    for place, name in [*places, (Llama32Detector, "parse_streaming_increment")]:
+        monkeypatch.setattr(place, name, getattr(place, name))
+    return tool_arguments.install
+
+
+LINES = "".join(f"    x{i} = {{'a': [{i}, \"é\"], 'b': f({i})}}  # \\ note\n" for i in range(30))
+CALL = {"name": "write", "arguments": {"path": "a.py", "content": LINES, "mode": 420}}
+
+
+def items_of(parser, text):
+    """What each of many pieces of a text gives."""
+    draw = random.Random(1)
+    cuts = [0, *sorted(draw.sample(range(1, len(text)), len(text) // 3)), len(text)]
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+    read = FunctionCallParser(
+        [Tool(type="function", function={"name": "write", "parameters": parameters})], parser
+    )
+    return [
+        [item.model_dump() for item in read.parse_stream_chunk(text[begin:end])[1]]
+        for begin, end in pairwise(cuts)
+    ]
+
+
+def arguments_in(items):
+    return "".join(item["parameters"] for found in items for item in found)
+
+
+@pytest.mark.parametrize(
+    ("parser", "form"), [("qwen", "<tool_call>\n{}\n</tool_call>"), ("hermes", "<tool_call>{}</tool_call>")]
+)
+def test_a_long_call_in_pieces(with_ours, monkeypatch, parser, form):
+    """The same items, of which SGLang's reader has read next to none."""
+    text = form.format(json.dumps(CALL, ensure_ascii=False))
+    stock = items_of(parser, text)
+    with_ours()
+    asked, slow = [], tool_arguments._read
+    monkeypatch.setattr(tool_arguments, "_read", lambda *args: asked.append(0) or slow(*args))
+    assert items_of(parser, text) == stock
+    assert json.loads(arguments_in(stock)) == CALL["arguments"]
+    assert 0 < len(asked) < len(stock) / 10
+
+
+@pytest.mark.parametrize("form", ["<|python_tag|>{}", "{}", "{}; {}"])
+def test_a_call_of_a_llama_that_writes_python(with_ours, form):
+    with_ours()
+    whole = json.dumps(CALL, ensure_ascii=False)
+    items = items_of("llama3", form.format(whole, whole.replace("a.py", "b.py")))
+    files = ["a.py", "b.py"][: form.count("{}")]
+    assert [item["tool_index"] for found in items for item in found if item["name"]] == list(
+        range(len(files))
+    )
+    for index, file in enumerate(files):
+        own = [[item for item in found if item["tool_index"] == index] for found in items]
+        assert json.loads(arguments_in(own)) == CALL["arguments"] | {"path": file}
+
+
+def test_a_call_of_a_llama_that_is_a_dictionary(with_ours):
+    text = str({"name": "write", "arguments": {"path": "a.py", "mode": 420}})
+    stock = items_of("llama3", text)
+    with_ours()
+    assert items_of("llama3", text) == stock and arguments_in(stock)
