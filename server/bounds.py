@@ -140,9 +140,8 @@ def check_preferred(given: Any, vocabulary: int) -> None:
     if unknown := sorted(given.keys() - TYPES.keys()):
         raise ValueError(f"{unknown[0]} is not a sampling parameter")
     if alone := sorted(given.keys() & {"n", "beam_width", *INTERNAL_SAMPLING_FIELDS}):
-        raise ValueError(
-            f"{alone[0]} is not for requests that do not say it"
-        )  # SGLang has counted them by then
+        # SGLang has counted a request's generations by then.
+        raise ValueError(f"{alone[0]} is not for requests that do not say it")
     SamplingParams(**given).verify(vocabulary)
 
 

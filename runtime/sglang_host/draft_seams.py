@@ -1,4 +1,4 @@
-"""The seams of models' configurations, the draft model, speculative decoding and several tokens per step."""
+"""The seams of the draft model, of speculative decoding and of several tokens per step."""
 
 from fathom.runtime.sglang_host.seam import (
     SCHEDULER,
@@ -12,20 +12,6 @@ from fathom.runtime.sglang_host.seam import (
 PROCESSOR = "managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
 
 DRAFT_SEAMS: tuple[Seam, ...] = (
-    relies_on(
-        f"{SERVER} {SCHEDULER}",
-        "configs.model_config:ModelConfig.__init__",
-        "replace",
-        "asks the module's `get_config`, ours, which overrides positions as the model's config.json would",
-        check=reads_global("get_config"),
-    ),
-    relies_on(
-        f"{SERVER} {SCHEDULER}",
-        "utils.hf_transformers.common:get_rope_config",
-        "read",
-        "a model's rotations are those of `rope_parameters`",
-        "config",
-    ),
     # --- the draft model ---
     relies_on(
         SCHEDULER,

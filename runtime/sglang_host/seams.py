@@ -345,6 +345,20 @@ LEDGER: tuple[Seam, ...] = (
             ("get_paged_allocator_cls", "names the allocator of an out-of-tree platform"),
         )
     ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "configs.model_config:ModelConfig.__init__",
+        "replace",
+        "asks the module's `get_config`, ours, which overrides positions as the model's config.json would",
+        check=reads_global("get_config"),
+    ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "utils.hf_transformers.common:get_rope_config",
+        "read",
+        "a model's rotations are those of `rope_parameters`",
+        "config",
+    ),
     *SAMPLING_SEAMS,
     *CPU_SEAMS,
     *KV_SEAMS,
