@@ -17,6 +17,7 @@ from fathom.kernels import (
     compact_kv_cpu,
     paged_attention_cpu,
     prefill_attention_cpu,
+    sampling_cpu,
     store_kv_cpu,
     window_scores_cpu,
 )
@@ -160,6 +161,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)
         compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
+        sampling_cpu.warm_up()
         if cpu_linear.multiplies_bfloat16():
             self.packed_weights = cpu_linear.pack(model_runner.model)
         else:

@@ -11,10 +11,11 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.layers import sampler
 from sglang.srt.managers.schedule_batch import Req
 
+from fathom.runtime.sampling import draw, target_probs
 from fathom.runtime.sglang_host.requests import penalised, speculates
 from fathom.runtime.sglang_host.seeds import draw_seeded
 from fathom.runtime.staging import send
-from fathom.runtime.verify import draw, match, reject, target_probs
+from fathom.runtime.verify import match, reject
 
 
 @dataclass

@@ -69,8 +69,15 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch",
         "replace",
-        "a seed's noise belongs to token ids, also beside min-p",
+        "a seed's noise belongs to token ids, also beside min-p; on a CPU nothing sorts the vocabulary",
         "probs top_ks top_ps min_ps need_min_p_sampling sampling_seed positions return_filtered_probs",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:sampling_from_probs_torch",
+        "replace",
+        "a draw on a CPU needs one random number, not one for each token",
+        "probs sampling_seed positions",
     ),
     relies_on(
         SCHEDULER,

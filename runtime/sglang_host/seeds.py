@@ -21,8 +21,9 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from fathom.kernels.murmur_hash import murmur_hash32
+from fathom.kernels.sampling_cpu import draw_seeded_cpu
+from fathom.runtime.sampling import draw, filtered
 from fathom.runtime.staging import send
-from fathom.runtime.verify import filtered
 
 BACKENDS = ("pytorch", "flashinfer")
 """SGLang's sampling backends with which a seed counts."""
@@ -59,6 +60,7 @@ class SeededSampler(sampler.Sampler):
 
 
 _sample = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+_sample_plainly = sampler.sampling_from_probs_torch
 
 
 def sample(
@@ -72,8 +74,8 @@ def sample(
     *,
     return_filtered_probs: bool = False,
 ) -> Any:
-    """SGLang's draw by PyTorch; with seeds, ours."""
-    if sampling_seed is None:
+    """SGLang's draw by PyTorch; with seeds and on a CPU, where it sorts whole vocabularies, ours."""
+    if sampling_seed is None and probs.device.type != "cpu":
         return _sample(
             probs,
             top_ks,
@@ -85,21 +87,34 @@ def sample(
             return_filtered_probs=return_filtered_probs,
         )
     weights = filtered(probs, top_ks, top_ps, min_ps)
-    tokens = draw_seeded(weights, sampling_seed, positions)
+    tokens = draw(weights) if sampling_seed is None else draw_seeded(weights, sampling_seed, positions)
+    tokens = tokens.to(torch.int32)
     if not return_filtered_probs:
         return tokens
     ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand_as(probs)
     return tokens, weights, ids, weights.gather(1, tokens.long().view(-1, 1)).view(-1)
 
 
+def sample_plainly(
+    probs: torch.Tensor, sampling_seed: torch.Tensor | None = None, positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """SGLang's draw where there are no rules; on a CPU, where it draws a number for each token, ours."""
+    if sampling_seed is None and probs.device.type == "cpu":
+        return draw(probs).to(torch.int32)
+    tokens: torch.Tensor = _sample_plainly(probs, sampling_seed, positions)
+    return tokens
+
+
 def draw_seeded(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """A token of each row of [rows, vocabulary], by the row's seed and position.
 
     Returns:
-        [rows] int32.
+        [rows] int64.
     """
+    if weights.device.type == "cpu":
+        return draw_seeded_cpu(weights, seeds, positions)
     drawn: torch.Tensor = sampler.multinomial_with_seed(weights.double().log_(), seeds, positions)
-    return drawn.view(-1).to(torch.int32)
+    return drawn.view(-1)
 
 
 def _random_seed() -> int:
@@ -150,6 +165,7 @@ def install(native: bool) -> None:
     SamplingBatchInfo.adjusted_from_schedule_batch = adjusted_from_schedule_batch
     SamplingBatchInfo.merge_batch = merge_batch
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
+    sampler.sampling_from_probs_torch = sample_plainly
     for backend in BACKENDS:
         sampler.register_sampler_backend(backend, SeededSampler)
     if native:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fathom.runtime.verify import match, reject, target_probs
+from fathom.runtime.sampling import target_probs
+from fathom.runtime.verify import match, reject
 
 SAMPLES = 60_000
 

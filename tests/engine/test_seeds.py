@@ -57,7 +57,15 @@ def test_a_seed_holds_in_a_mixed_batch(server):
 def installed(monkeypatch):
     """Our functions in SGLang's places, for one test."""
     for place, names in (
-        (sampler, ("murmur_hash32", "multinomial_with_seed", "top_k_top_p_min_p_sampling_from_probs_torch")),
+        (
+            sampler,
+            (
+                "murmur_hash32",
+                "multinomial_with_seed",
+                "top_k_top_p_min_p_sampling_from_probs_torch",
+                "sampling_from_probs_torch",
+            ),
+        ),
         (SamplingBatchInfo, ("adjusted_from_schedule_batch", "merge_batch")),
     ):
         for name in names:
