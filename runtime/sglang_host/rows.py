@@ -1,6 +1,6 @@
 """The target's distribution at a row, as SGLang's sampler makes it, for rows that SGLang's step does not sample."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,76 +95,10 @@ class RowSampler:
         self.greedy = is_greedy(request)
         self.seeded = request.sampling_params.sampling_seed is not None and info.sampling_seed is not None
 
-    def prepare(self, logits: torch.Tensor, masks: list[torch.Tensor | None]) -> torch.Tensor:
-        """Logits [rows, vocabulary] with the request's bias and each row's grammar mask; a new tensor."""
-        logits = logits.float().clone()
-        if self.info.logit_bias is not None:
-            logits += self.info.logit_bias[self.index]
-        for row, mask in zip(logits, masks, strict=True):
-            if mask is not None:
-                self.request.grammar.apply_vocab_mask(row.view(1, -1), send(mask, row.device))
-        return logits
-
-    def _each(self, values: torch.Tensor, rows: int) -> torch.Tensor:
-        return values[self.index].reshape(1).expand(rows)
-
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] that a token is drawn from."""
-        info, rows = self.info, len(logits)
-        return target_probs(
-            logits,
-            self._each(info.temperatures, rows),
-            self._each(info.top_ks, rows),
-            self._each(info.top_ps, rows),
-            self._each(info.min_ps, rows),
-        )
-
-    def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token [1] from the draft's prepared logits [1, vocabulary], and the distribution it was drawn from.
-
-        None stands for a token taken without chance. Nothing waits for the device. What the draft's logits overflow
-        to is as good as any other logit: the token is verified.
-        """
-        logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
-        if self.greedy or self.seeded:
-            return logits.argmax(-1), None
-        probs = self.probs(logits)
-        return draw(probs), probs
-
-    def accept(
-        self, logits: torch.Tensor, drafted: list[int], proposed: list[torch.Tensor | None], position: int
-    ) -> torch.Tensor:
-        """The tokens that stand, and the one that follows them. Nothing waits for the device.
-
-        Args:
-            logits: [len(drafted) + 1, vocabulary] prepared; position: of the token before the first drafted one.
-
-        Returns:
-            [len(drafted) + 2] int64: how many drafted tokens stand, then them and the one that follows.
-        """
-        device = logits.device
-        count, tokens = (
-            send(torch.tensor([values]), device, torch.long) for values in (len(drafted), drafted)
-        )
-        if self.greedy or self.seeded:
-            choices = logits.argmax(-1) if self.greedy else self._seeded(logits, position)
-            choices = choices.view(1, -1).long()
-            return torch.cat([match(choices, tokens, count), choices[0]])
-        vocabulary = logits.shape[1]
-        q = [
-            torch.nn.functional.one_hot(token.view(1), vocabulary).float() if probs is None else probs
-            for token, probs in zip(tokens[0], proposed, strict=True)
-        ]
-        draft = torch.cat(q).view(1, -1, vocabulary) if q else logits.new_zeros(1, 0, vocabulary)
-        accepted, following = reject(self.probs(logits).unsqueeze(0), draft, tokens, count)
-        put_out = torch.cat([tokens[0], following]).scatter(0, accepted, following)
-        return torch.cat([accepted, put_out])
-
-    def _seeded(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """What SGLang's sampler draws for the request's seed at each row's position."""
-        seeds = self._each(self.info.sampling_seed, len(logits))
-        positions = torch.arange(position, position + len(logits), device=logits.device)
-        return draw_seeded(self.probs(logits), seeds, positions)
+    @property
+    def chooses(self) -> bool:
+        """Whether there is one token that it takes, by no chance."""
+        return self.greedy or self.seeded
 
     def asked_of(self, logits: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
         """What the request asked for of the tokens' log-probabilities, from its prepared logits, for :meth:`run`.
@@ -202,6 +136,182 @@ class RowSampler:
         if asked.token_ids_logprob is not None:
             run.chosen = [(row, list(asked.token_ids_logprob)) for row in next(found).tolist()]
         return run
+
+
+ROWS_AT_ONCE = 32
+"""Of a large vocabulary a row is 600 KB, and a sort takes several times that."""
+
+
+def grouped(counts: Sequence[int]) -> Iterator[slice]:
+    """Requests with so many rows each in groups of at most :data:`ROWS_AT_ONCE` rows, or of one request."""
+    begin, rows = 0, 0
+    for place, count in enumerate(counts):
+        if rows and rows + count > ROWS_AT_ONCE:
+            yield slice(begin, place)
+            begin, rows = place, 0
+        rows += count
+    if rows:
+        yield slice(begin, len(counts))
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows [rows, vocabulary] behind each other; no copy where they lie so already."""
+    first = parts[0]
+    place, whole = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if (
+            part.storage_offset() != place
+            or part.untyped_storage().data_ptr() != whole
+            or not part.is_contiguous()
+        ):
+            return torch.cat(list(parts))
+        place += part.numel()
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride())
+
+
+class Rows:
+    """Rows of several requests of a batch, one request's behind the other's: sampled together, at a few launches.
+
+    Nothing here waits for the device.
+
+    Args:
+        samplers: of the requests; counts: rows of each.
+    """
+
+    def __init__(self, samplers: Sequence[RowSampler], counts: Sequence[int], device: torch.device) -> None:
+        self.samplers, self.counts, self.device = samplers, np.array(counts), device
+        self.first = np.cumsum(self.counts) - self.counts
+
+    def prepare(self, logits: torch.Tensor, masks: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Logits [rows, vocabulary] with each request's bias and each row's grammar mask; float32, not in place."""
+        given, bias = logits, self.samplers[0].info.logit_bias
+        logits = logits.float()
+        if bias is not None:
+            logits = logits + self._each(bias, range(len(self.samplers)))
+        requests = [
+            s.request for s, count in zip(self.samplers, self.counts, strict=True) for _ in range(count)
+        ]
+        masked = [row for row, mask in enumerate(masks) if mask is not None]
+        if masked and logits is given:
+            logits = logits.clone()
+        for row in masked:
+            mask = send(masks[row], logits.device)
+            requests[row].grammar.apply_vocab_mask(logits[row : row + 1], mask)
+        return logits
+
+    def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """A token of each request from the draft's prepared logits [requests, vocabulary], a row each.
+
+        What the draft's logits overflow to is as good as any other logit: the token is verified.
+
+        Returns:
+            [requests] int64, and of each the distribution [1, vocabulary] it was drawn from; None stands for a
+            token taken without chance.
+        """
+        logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
+        tokens, given = logits.argmax(-1), [None] * len(self.samplers)
+        drawn = self._which(lambda sampler: not sampler.chooses)
+        if not drawn:
+            return tokens, list(given)
+        probs = self._probs(logits, drawn)
+        tokens[self._sent(drawn)] = draw(probs)
+        found = iter(probs.split(1))
+        return tokens, [None if sampler.chooses else next(found) for sampler in self.samplers]
+
+    def accept(
+        self,
+        logits: torch.Tensor,
+        drafted: Sequence[list[int]],
+        proposed: Sequence[list[torch.Tensor | None]],
+        positions: Sequence[int],
+        width: int,
+    ) -> torch.Tensor:
+        """The tokens that stand, and the one that follows them.
+
+        Args:
+            logits: prepared; of each request a row before each token drafted for it and one after the last.
+            drafted: tokens of each; proposed: what :meth:`propose` said of each; positions: of the token before the
+                first drafted one; width: no fewer than the most drafted for one.
+
+        Returns:
+            [requests, 2 + width] int64: how many drafted tokens stand, then them and the one that follows; what is
+            behind means nothing.
+        """
+        padded = np.zeros((len(drafted), width), np.int64)
+        for row, tokens in zip(padded, drafted, strict=True):
+            row[: len(tokens)] = tokens
+        answers = torch.empty(len(drafted), width + 2, dtype=torch.long, device=self.device)
+        given = self._sent(padded), self._sent(self.counts - 1)
+        if chosen := self._which(lambda sampler: sampler.chooses):
+            choices = self._padded(self._choices(logits, positions), self.counts, width + 1)
+            choices = choices[self._sent(chosen)]
+            tokens, counts = (each[self._sent(chosen)] for each in given)
+            answers[self._sent(chosen)] = torch.cat([match(choices, tokens, counts).view(-1, 1), choices], 1)
+        if drawn := self._which(lambda sampler: not sampler.chooses):
+            tokens, counts = (each[self._sent(drawn)] for each in given)
+            target = self._padded(self._probs(logits, drawn), self.counts[drawn], width + 1)
+            draft = self._drafts(target[:, :width], [drafted[i] for i in drawn], [proposed[i] for i in drawn])
+            accepted, following = (each.view(-1, 1) for each in reject(target, draft, tokens, counts))
+            put_out = torch.cat([tokens, following], 1).scatter(1, accepted, following)
+            answers[self._sent(drawn)] = torch.cat([accepted, put_out], 1)
+        return answers
+
+    def _which(self, asked: Callable[[RowSampler], bool]) -> list[int]:
+        return [place for place, sampler in enumerate(self.samplers) if asked(sampler)]
+
+    def _sent(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
+        return send(np.asarray(numbers, np.int64), self.device)
+
+    def _each(self, values: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """Of a batch's values [batch, ...] the one of each row of some requests."""
+        places = np.repeat([self.samplers[i].index for i in which], self.counts[list(which)])
+        return values[self._sent(places)]
+
+    def _rows(self, which: Sequence[int]) -> torch.Tensor:
+        """The rows of some requests."""
+        return self._sent(np.concatenate([self.first[i] + np.arange(self.counts[i]) for i in which]))
+
+    def _padded(self, values: torch.Tensor, counts: np.ndarray, width: int) -> torch.Tensor:
+        """Values [rows, ...] of requests with so many rows each as [requests, width, ...], the last repeated."""
+        if (counts == width).all():
+            return values.unflatten(0, (len(counts), width))
+        first = np.cumsum(counts) - counts
+        return values[self._sent(first[:, None] + np.minimum(np.arange(width), counts[:, None] - 1))]
+
+    def _probs(self, logits: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """What the rows of some requests are drawn from."""
+        info = self.samplers[0].info
+        rules = (info.temperatures, info.top_ks, info.top_ps, info.min_ps)
+        rows = logits if len(which) == len(self.samplers) else logits[self._rows(which)]
+        return target_probs(rows, *(self._each(rule.view(-1), which) for rule in rules))
+
+    def _choices(self, logits: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        """Of each row [rows] the token that its request takes: the most likely, or what its seed draws there."""
+        choices = logits.argmax(-1)
+        if seeded := self._which(lambda sampler: sampler.seeded and not sampler.greedy):
+            seeds = self._each(self.samplers[0].info.sampling_seed, seeded)
+            at = np.concatenate([positions[i] + np.arange(self.counts[i]) for i in seeded])
+            drawn = draw_seeded(self._probs(logits, seeded), seeds, self._sent(at))
+            choices[self._rows(seeded)] = drawn
+        return choices
+
+    def _drafts(
+        self, like: torch.Tensor, drafted: Sequence[list[int]], proposed: Sequence[list[torch.Tensor | None]]
+    ) -> torch.Tensor:
+        """[requests, width, vocabulary] what each token was drawn from; all of it the token where by no chance."""
+        draft, certain, known, probs = torch.zeros_like(like), [], [], []
+        for i, (tokens, given) in enumerate(zip(drafted, proposed, strict=True)):
+            for place, (token, drawn_from) in enumerate(zip(tokens, given, strict=True)):
+                if drawn_from is None:
+                    certain.append((i, place, token))
+                else:
+                    known.append((i, place))
+                    probs.append(drawn_from)
+        if certain:
+            draft[tuple(self._sent(np.array(certain)).T)] = 1
+        if known:
+            draft[tuple(self._sent(np.array(known)).T)] = torch.cat(probs)
+        return draft
 
 
 def fetched(tensors: Sequence[torch.Tensor]) -> Iterator[np.ndarray]:

@@ -23,7 +23,17 @@ from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
-from fathom.runtime.sglang_host.rows import RowSampler, Run, allows, drafts, fetched, grammar_mask
+from fathom.runtime.sglang_host.rows import (
+    Rows,
+    RowSampler,
+    Run,
+    allows,
+    drafts,
+    fetched,
+    grammar_mask,
+    grouped,
+    joined,
+)
 from fathom.runtime.sglang_host.span_attention import virtual_slots
 from fathom.runtime.sglang_host.tails import Tail, Tails
 from fathom.runtime.staging import send
@@ -183,12 +193,16 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
 def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> None:
     """The next token of each, from the draft's logits [proposals, vocabulary]."""
     masks = [grammar_mask(p.sampler.request.grammar, logits.shape[1]) for p in proposals]
-    drawn = [
-        p.sampler.propose(p.sampler.prepare(row.view(1, -1), [mask]))
-        for p, row, mask in zip(proposals, logits, masks, strict=True)
-    ]
-    tokens = torch.cat([token for token, _ in drawn]).tolist()
-    for proposal, token, (_, probs), mask in zip(proposals, tokens, drawn, masks, strict=True):
+    found: list[torch.Tensor] = []
+    drawn_from: list[torch.Tensor | None] = []
+    for part in grouped([1] * len(proposals)):
+        some = [p.sampler for p in proposals[part]]
+        rows = Rows(some, [1] * len(some), logits.device)
+        tokens_of_some, probs_of_some = rows.propose(rows.prepare(logits[part], masks[part]))
+        found.append(tokens_of_some)
+        drawn_from += probs_of_some
+    tokens = torch.cat(found).tolist()
+    for proposal, token, probs, mask in zip(proposals, tokens, drawn_from, masks, strict=True):
         proposal.tokens.append(token)
         proposal.probs.append(probs)
         proposal.masks.append(mask)
@@ -264,12 +278,10 @@ def settle(
         The runs by place in the batch.
     """
     extra = torch.zeros_like(batch.seq_lens_cpu)
-    judged = [_judged(proposal, logits[proposal.index]) for proposal in proposals]
-    found = torch.cat([answer for _, answer in judged]).tolist()
+    prepared, answers = _judged(proposals, logits)
     kept, stand = [], []
-    for proposal, (_, answer) in zip(proposals, judged, strict=True):
+    for proposal, (stood, *tokens) in zip(proposals, answers.tolist(), strict=True):
         drafted = proposal.tokens
-        (stood, *tokens), found = found[: len(answer)], found[len(answer) :]
         tokens = tokens[: stood + 1]
         if proposal.ended:
             tokens = tokens[: len(drafted)]  # nothing follows the end
@@ -285,8 +297,8 @@ def settle(
         side.totals.accepted += accepted
         extra[proposal.index] = accepted
     samplers = [proposal.sampler for proposal in proposals]
-    asked = zip(samplers, judged, stand, strict=True)
-    numbers = fetched([x for sampler, (rows, _), tokens in asked for x in sampler.asked_of(rows, tokens)])
+    asked = zip(samplers, prepared, stand, strict=True)
+    numbers = fetched([x for sampler, each, tokens in asked for x in sampler.asked_of(each, tokens)])
     runs = {p.index: p.sampler.run(tokens, numbers) for p, tokens in zip(proposals, stand, strict=True)}
     tails.settle([proposal.tail for proposal in proposals], kept)
     batch.seq_lens_cpu = batch.seq_lens_cpu + extra
@@ -295,11 +307,22 @@ def settle(
     return runs
 
 
-def _judged(proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Its prepared logits [drafted + 1, vocabulary], and what :meth:`RowSampler.accept` makes of them."""
-    rows = proposal.sampler.prepare(logits, proposal.masks)
-    before = proposal.tail.begin - 1
-    return rows, proposal.sampler.accept(rows, proposal.tokens, proposal.probs, before)
+def _judged(
+    proposals: Sequence[Proposal], logits: Mapping[int, torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Of each its prepared logits [drafted + 1, vocabulary], and of all what :meth:`Rows.accept` makes of them."""
+    prepared: list[torch.Tensor] = []
+    answers = []
+    width = max(len(p.tokens) for p in proposals)
+    for part in grouped([len(p.tokens) + 1 for p in proposals]):
+        some = proposals[part]
+        own = [logits[p.index] for p in some]
+        rows = Rows([p.sampler for p in some], [len(p.tokens) + 1 for p in some], own[0].device)
+        given = rows.prepare(joined(own), [mask for p in some for mask in p.masks])
+        drafted, drawn_from = [p.tokens for p in some], [p.probs for p in some]
+        answers.append(rows.accept(given, drafted, drawn_from, [p.tail.begin - 1 for p in some], width))
+        prepared += given.split(rows.counts.tolist())
+    return prepared, torch.cat(answers)
 
 
 def _read_of(proposal: Proposal, accepted: int, side: DraftSide) -> int:

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fathom.runtime.sglang_host.rows import RowSampler, fetched
+from fathom.kernels.murmur_hash import murmur_hash32
+from fathom.runtime.sampling import filtered_by_sorting
+from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, Rows, RowSampler, fetched, grouped, joined
+from fathom.runtime.sglang_host.seeds import draw_seeded
 
 VOCABULARY = 150_000
 ASKED = [  # whether at all, how many of the highest, which ids, greedy
@@ -70,9 +73,139 @@ def test_a_draft_that_overflows_decides_nothing(overflown, greedy):
     masked[0, allowed] = overflown
     target = torch.full((2, VOCABULARY), float("-inf"))
     target[:, wanted] = 0
+    one, two = (Rows([sampler], [count], masked.device) for count in (1, 2))
     for _ in range(20):
-        token, probs = sampler.propose(masked)
+        token, probs = one.propose(masked)
         assert int(token) in allowed
-        stood, *tokens = sampler.accept(target, token.tolist(), [probs], 3).tolist()
+        ((stood, *tokens),) = two.accept(target, [token.tolist()], [probs], [3], 1).tolist()
         assert stood == (int(token) == wanted)
         assert tokens[: stood + 1] == [wanted] * (stood + 1)
+
+
+def test_requests_that_are_sampled_together_get_what_each_would_get_alone(monkeypatch):
+    """The most likely tokens, a seed's and drawn ones side by side, with biases and rules, drafted for a token, two
+    or three; of chance there is none where a request's rules leave one token."""
+    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32)
+    torch.manual_seed(1)
+    vocabulary, kinds = 50, ["greedy", "seeded", "sharp", "drawn", "seeded", "greedy", "sharp"]
+    places = [6, 0, 3, 5, 1, 4, 2]  # in the batch
+    info = SimpleNamespace(
+        logit_bias=torch.randn(len(kinds), vocabulary),
+        sampling_seed=torch.arange(100, 100 + len(kinds)),
+        temperatures=torch.full((len(kinds), 1), 0.9),
+        top_ks=torch.full((len(kinds),), 30),
+        top_ps=torch.full((len(kinds),), 0.8),
+        min_ps=torch.zeros(len(kinds)),
+    )
+    samplers = []
+    for kind, place in zip(kinds, places, strict=True):
+        if kind == "sharp":
+            info.top_ps[place] = 1e-6
+        sampling = SimpleNamespace(
+            top_k=1 if kind == "greedy" else 30, sampling_seed=7 if kind == "seeded" else None
+        )
+        request = SimpleNamespace(sampling_params=sampling, grammar=SimpleNamespace(apply_vocab_mask=forbid))
+        samplers.append(RowSampler(request, info, place))
+
+    counts = [2, 4, 3, 2, 3, 4, 2]
+    logits = torch.randn(sum(counts), vocabulary) * 3
+    masks = [torch.tensor([[i % vocabulary]]) if i % 3 else None for i in range(sum(counts))]
+    rows = Rows(samplers, counts, logits.device)
+    prepared = rows.prepare(logits, masks)
+    want = logits + info.logit_bias[places].repeat_interleave(torch.tensor(counts), 0)
+    for i in range(len(want)):
+        if i % 3:
+            want[i, i % vocabulary] = -torch.inf
+    torch.testing.assert_close(prepared, want)
+
+    own = [each.argmax(-1) for each in prepared.split(counts)]
+    for i in (1, 4):  # as SGLang's step draws for this seed at these positions
+        positions = torch.arange(10 * i, 10 * i + counts[i])
+        probs = filtered_by_sorting(
+            torch.softmax(prepared.split(counts)[i] / 0.9, -1), *rules(30, 0.8, counts[i])
+        )
+        seed = torch.full((counts[i],), 100 + places[i])
+        own[i] = draw_seeded(probs, seed, positions)
+    drafted = [tokens[:-1].tolist() for tokens in own]
+    drafted[0][0] = (drafted[0][0] + 1) % vocabulary
+    drafted[1][1] = (drafted[1][1] + 1) % vocabulary
+    given = [[None] * len(tokens) for tokens in drafted]
+    given[2] = list(torch.nn.functional.one_hot(own[2][:2], vocabulary).float().split(1))
+    answers = rows.accept(prepared, drafted, given, [10 * i for i in range(len(kinds))], 3).tolist()
+    for i, (stood, *tokens) in enumerate(answers):
+        assert stood == {0: 0, 1: 1}.get(i, counts[i] - 1) or kinds[i] == "drawn"
+        if kinds[i] != "drawn":
+            assert tokens[: stood + 1] == own[i][: stood + 1].tolist()
+
+    one_each = Rows(samplers, [1] * len(kinds), logits.device)
+    first = prepared[rows.first]
+    drawn, probs = one_each.propose(first)
+    for i, kind in enumerate(kinds):
+        assert (probs[i] is None) == (kind in ("greedy", "seeded"))
+        assert kind == "drawn" or drawn[i] == first[i].argmax()
+        if probs[i] is not None:
+            left = rules(30, float(info.top_ps[places[i]]), 1)
+            torch.testing.assert_close(
+                probs[i], filtered_by_sorting(torch.softmax(first[i : i + 1] / 0.9, -1), *left)
+            )
+
+
+def rules(top_k, top_p, rows):
+    return torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows)
+
+
+def forbid(logits, mask):
+    logits[0, mask[0, 0]] = -torch.inf
+
+
+def test_drawn_tokens_beside_others_follow_the_target():
+    """A draft that is wrong about much, one or two tokens of it, next to requests that take the most likely."""
+    requests, vocabulary = 3000, 5
+    target = torch.tensor([0.4, 0.1, 0.2, 0.2, 0.1])
+    draft = torch.tensor([[0.1, 0.5, 0.1, 0.1, 0.2]])
+    torch.manual_seed(2)
+    info = SimpleNamespace(
+        logit_bias=None,
+        sampling_seed=None,
+        temperatures=torch.ones(requests, 1),
+        top_ks=torch.full((requests,), vocabulary),
+        top_ps=torch.ones(requests),
+        min_ps=torch.zeros(requests),
+    )
+    samplers = [
+        RowSampler(
+            SimpleNamespace(sampling_params=SimpleNamespace(top_k=top_k, sampling_seed=None)), info, place
+        )
+        for place, top_k in enumerate([1, vocabulary, vocabulary] * (requests // 3))
+    ]
+    counts = [2 + place % 2 for place in range(requests)]
+    said = torch.multinomial(draft.expand(requests, -1), 2, replacement=True).tolist()
+    drafted = [tokens[: count - 1] for tokens, count in zip(said, counts, strict=True)]
+    given = [[draft] * len(tokens) for tokens in drafted]
+    logits = target.log().expand(sum(counts), -1)
+    answers = Rows(samplers, counts, logits.device).accept(logits, drafted, given, [0] * requests, 2).tolist()
+    drawn = [tokens[: stood + 1] for place, (stood, *tokens) in enumerate(answers) if place % 3]
+    assert all(tokens[0] == 0 for stood, *tokens in answers[::3])
+    for place in range(2):
+        tokens = torch.tensor([tokens[place] for tokens in drawn if len(tokens) > place])
+        found = torch.bincount(tokens, minlength=vocabulary) / len(tokens)
+        assert len(tokens) > 500 and (found - target).abs().max() < 4 * (0.25 / len(tokens)) ** 0.5
+
+
+@pytest.mark.parametrize("counts", [[1], [5] * 20, [33, 2], [2, 40, 1, 1], list(range(1, 12))])
+def test_groups_hold_every_request_once_and_few_rows(counts):
+    parts = list(grouped(counts))
+    assert [count for part in parts for count in counts[part]] == counts
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        assert len(counts[part]) == 1 or sum(counts[part]) <= ROWS_AT_ONCE
+        assert following is None or sum(counts[part]) + counts[following.start] > ROWS_AT_ONCE
+
+
+def test_rows_that_lie_behind_each_other_are_not_copied():
+    logits = torch.randn(9, 4)
+    apart, together = [logits[:2], logits[5:8]], [logits[1:3], logits[3:7]]
+    assert torch.equal(joined(apart), torch.cat(apart)) and torch.equal(joined(together), logits[1:7])
+    assert joined(together).data_ptr() == logits[1:].data_ptr()
+    same = torch.randn(1, 4).expand(3, -1)
+    for parts in ([same, same], [logits[:2], torch.randn(2, 4)], [logits[::2], logits[1:2]]):
+        assert torch.equal(joined(parts), torch.cat(parts))
