@@ -91,8 +91,10 @@ def sample(
     tokens = tokens.to(torch.int32)
     if not return_filtered_probs:
         return tokens
-    ids = torch.arange(probs.shape[1], dtype=torch.int32, device=probs.device).expand_as(probs)
-    return tokens, weights, ids, weights.gather(1, tokens.long().view(-1, 1)).view(-1)
+    weight = weights.gather(1, tokens.long().view(-1, 1)).view(-1)
+    # SGLang takes the first ones for what could have been drawn.
+    weights, ids = weights.sort(dim=-1, descending=True, stable=True)
+    return tokens, weights, ids.to(torch.int32), weight
 
 
 def sample_plainly(

@@ -129,11 +129,44 @@ def test_a_seed_draws_the_same_where_rounding_changes_who_is_likelier(installed,
     assert (tokens != again).sum() <= 1
     ids = draw(torch.softmax(logits, -1), *rules, seed, positions, return_filtered_probs=True)
     chosen, weights, places, weight = ids
-    assert torch.equal(chosen, tokens) and torch.equal(places[0], torch.arange(vocabulary, dtype=torch.int32))
-    assert torch.equal(weights.gather(1, tokens.long().view(-1, 1)).view(-1), weight)
+    assert torch.equal(chosen, tokens) and torch.equal(weights, weights.sort(-1, descending=True)[0])
+    assert torch.equal(weights[places == tokens.view(-1, 1)], weight)
+    assert torch.equal(places.sort(-1)[0][0], torch.arange(vocabulary, dtype=torch.int32))
     assert (weights > 0).sum(-1).float().mean() == pytest.approx(
         (vocabulary if top_p == 1 else 0.67 * vocabulary), rel=0.1
     )
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("top_k", [5, 1 << 30])
+def test_a_request_that_asks_what_could_have_been_drawn_is_told(installed, monkeypatch, seeded, top_k):
+    """Ids of what the rules left, the likeliest first, and the log-probability of the drawn one among them."""
+    kernel = _ConfigBag("exec.kernel")
+    kernel._set("sampling_backend", "pytorch")
+    for place in (sampler, seeds):
+        monkeypatch.setattr(place, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    asking = torch.tensor([2, 0])
+    info = SimpleNamespace(
+        sampling_seed=torch.arange(3) if seeded else None,
+        top_ks=torch.full((3,), top_k),
+        top_ps=torch.ones(3),
+        min_ps=torch.zeros(3),
+        need_min_p_sampling=False,
+        sampling_mask_batch_indices=asking,
+    )
+    drawing = seeds.SeededSampler.__new__(seeds.SeededSampler)
+    drawing.sampling_mask_max_tokens, vocabulary = 8, 8
+    probs = torch.softmax(torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(4)), -1)
+    simple = top_k > vocabulary and not seeded
+    tokens, captured = drawing._sample_from_probs(probs, info, torch.arange(3), simple)
+    told = drawing._build_sampling_mask_output(tokens, captured)
+    for i, row in enumerate(asking.tolist()):
+        left = probs[row].argsort(descending=True)[:top_k]
+        assert told.lengths[i] == len(left) and told.statuses[i] == sampler.SamplingMaskStatus.OK
+        assert told.token_ids[i, : len(left)].tolist() == left.tolist()
+        assert tokens[row] in left
+        want = (probs[row, tokens[row].long()] / probs[row, left].sum()).log()
+        torch.testing.assert_close(told.selected_logprobs[i], want)
 
 
 @pytest.mark.parametrize("rule", ["top_k", "top_p", "min_p"])
