@@ -154,21 +154,6 @@ def grouped(counts: Sequence[int]) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows [rows, vocabulary] behind each other; no copy where they lie so already."""
-    first = parts[0]
-    place, whole = first.storage_offset(), first.untyped_storage().data_ptr()
-    for part in parts:
-        if (
-            part.storage_offset() != place
-            or part.untyped_storage().data_ptr() != whole
-            or not part.is_contiguous()
-        ):
-            return torch.cat(list(parts))
-        place += part.numel()
-    return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride())
-
-
 class Rows:
     """Rows of several requests of a batch, one request's behind the other's: sampled together, at a few launches.
 

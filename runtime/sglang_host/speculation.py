@@ -32,7 +32,6 @@ from fathom.runtime.sglang_host.rows import (
     fetched,
     grammar_mask,
     grouped,
-    joined,
 )
 from fathom.runtime.sglang_host.span_attention import virtual_slots
 from fathom.runtime.sglang_host.tails import Tail, Tails
@@ -318,7 +317,7 @@ def _judged(
         some = proposals[part]
         own = [logits[p.index] for p in some]
         rows = Rows([p.sampler for p in some], [len(p.tokens) + 1 for p in some], own[0].device)
-        given = rows.prepare(joined(own), [mask for p in some for mask in p.masks])
+        given = rows.prepare(torch.cat(own), [mask for p in some for mask in p.masks])
         drafted, drawn_from = [p.tokens for p in some], [p.probs for p in some]
         answers.append(rows.accept(given, drafted, drawn_from, [p.tail.begin - 1 for p in some], width))
         prepared += given.split(rows.counts.tolist())

@@ -7,7 +7,7 @@ import torch
 
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.runtime.sampling import filtered_by_sorting
-from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, Rows, RowSampler, fetched, grouped, joined
+from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, Rows, RowSampler, fetched, grouped
 from fathom.runtime.sglang_host.seeds import draw_seeded
 
 VOCABULARY = 150_000
@@ -199,13 +199,3 @@ def test_groups_hold_every_request_once_and_few_rows(counts):
     for part, following in zip(parts, [*parts[1:], None], strict=True):
         assert len(counts[part]) == 1 or sum(counts[part]) <= ROWS_AT_ONCE
         assert following is None or sum(counts[part]) + counts[following.start] > ROWS_AT_ONCE
-
-
-def test_rows_that_lie_behind_each_other_are_not_copied():
-    logits = torch.randn(9, 4)
-    apart, together = [logits[:2], logits[5:8]], [logits[1:3], logits[3:7]]
-    assert torch.equal(joined(apart), torch.cat(apart)) and torch.equal(joined(together), logits[1:7])
-    assert joined(together).data_ptr() == logits[1:].data_ptr()
-    same = torch.randn(1, 4).expand(3, -1)
-    for parts in ([same, same], [logits[:2], torch.randn(2, 4)], [logits[::2], logits[1:2]]):
-        assert torch.equal(joined(parts), torch.cat(parts))

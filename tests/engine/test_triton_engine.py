@@ -202,7 +202,8 @@ def test_the_drafts_steps_are_replayed(server, ending_pair, expected):
 def test_the_host_waits_once_for_the_drafted_tokens_of_all_requests(server):
     ask_together(server, list(map(prompt_of, "abc")), {"speculative": True, "draft_tokens": 2}, 7)
     waits = server.engine()["draft"]["waits"]
-    assert waits.pop("_judged") == {"1": 0}
+    judged = waits.pop("_judged")
+    assert "3" in judged and not any(judged.values())
     assert not any(waits.pop("shrink").values())  # what is given back is known from when it was taken
     assert waits.pop("with_runs") == {"1": 0}
     for most in (waits["take"], waits["_choose"]):
