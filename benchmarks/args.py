@@ -81,6 +81,24 @@ def _shape(text: str) -> dict[str, int]:
     return {name: token_count(value) for name, value in found.items()}
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""What ``--sampling`` takes: all servers here know it."""
+
+
+def _sampling(text: str) -> dict[str, float]:
+    """`{"temperature": 0.7}` as members of a request."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    numbers = isinstance(found, dict) and all(type(value) in (int, float) for value in found.values())
+    if not numbers or not set(found) <= set(SAMPLING):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a JSON object of numbers, of {', '.join(SAMPLING)}"
+        )
+    return found
+
+
 def named_policy(text: str, taken: Collection[str] = ()) -> Variant:
     """NAME=JSON as a Fathom server's variant whose name is not `taken`. argparse's error says what is wrong."""
     name, value = _assignment(text)
@@ -226,6 +244,13 @@ def _add_grid(p: argparse.ArgumentParser) -> None:
         help="the prompts of a batch begin, in turns, like one of N documents that each variant reads once, and "
         f"end in {TAIL} tokens of their own: for figures of decoding",
     )
+    add(
+        "--sampling",
+        type=_sampling,
+        default={},
+        metavar="JSON",
+        help=f"parameters of the requests, of {', '.join(SAMPLING)} (default: the most likely tokens)",
+    )
     add("--dtype", choices=["bfloat16", "float32"], help=f"default: {BENCH.dtype}, with --model its own")
     add(
         "--seed",
@@ -299,11 +324,11 @@ def plan(args: argparse.Namespace, shape: Shape | None = None) -> tuple[Shape, l
     Args:
         shape: the model's, where it is not the arguments that say it.
     """
-    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "documents", "seed", "limit")
+    names = ("output", "rounds", "warmups", "warmup_prompt", "shared_prefix", "documents", "sampling", "seed")
     if args.model and (args.model_shape or args.shared_prefix or args.documents or args.quick):
         raise ValueError("--model goes without --model-shape, --shared-prefix, --documents and --quick")
     task = args.task if args.model else ""
-    values = {name: getattr(args, name) for name in names}
+    values = {name: getattr(args, name) for name in (*names, "limit")}
     settings = Settings(**values, task=task)
     shape, prompts, batches = shape or _model_shape(args), args.prompts, args.batches
     if args.quick:

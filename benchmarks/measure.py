@@ -77,7 +77,7 @@ class Bench:
         limit, ends = self.settings.limit, bool(self.settings.task)
         # Policies that leave the same KV would find each other's prompts.
         salt = {"cache_salt": f"bench/{name}"} if name in self.shared else {}
-        body = {"model": server.model, **salt, **server.variant.body}
+        body = {"model": server.model, **self.settings.sampling, **salt, **server.variant.body}
         try:
             replies = await client.complete_batch(self.clients[name], prompts, output, body, limit, ends)
         except BenchError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from fathom.benchmarks.model import FIRST_WORD
 
@@ -35,6 +35,7 @@ class Settings:
         shared_prefix: share of each prompt that the server has seen before the turn, 0 <= share < 1.
         documents: which all prompts of a run begin like, in turns, and each server reads once; 0 for none.
         task: of the questions that a trained model is asked; "" for random tokens.
+        sampling: parameters of the requests, such as ``top_p``; none for the most likely tokens.
         seed: of the prompts.
         limit: seconds that a request may take.
     """
@@ -46,6 +47,7 @@ class Settings:
     shared_prefix: float = 0.0
     documents: int = 0
     task: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     limit: float = 600.0
 

@@ -263,10 +263,11 @@ def _places(report: dict) -> str:
 def notes(report: dict) -> list[str]:
     """Lines under the table: what it was measured on, and a warning if the machine was not quiet."""
     machine, foreign = report["hardware"], report["foreign_cpu"]
-    there = _places(report)
+    there, asked = _places(report), report["settings"].get("sampling")
+    sampled = f", sampled with {json.dumps(asked)}" if asked else ""
     lines = [
         f"{there}{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB; "
-        f"{report['model']['dtype']}; {report['settings']['output']} output tokens; "
+        f"{report['model']['dtype']}; {report['settings']['output']} output tokens{sampled}; "
         f"median [min–max] of {report['settings']['rounds']} rounds. Ratio a/b above 1: b is faster."
     ]
     lines += _growth(report["cells"])

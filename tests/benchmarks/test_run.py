@@ -17,6 +17,7 @@ from fathom.benchmarks import (
     args,
     calibrate,
     cli,
+    client,
     fidelity,
     fidelity_args,
     measure,
@@ -187,6 +188,22 @@ def test_on_one_server_each_variant_finds_the_shared_prefix_and_no_more(tmp_path
     assert log.count("forgot") == log.count("asked 32") == len(turns) + 2 * len(result["cells"])
 
 
+def test_requests_are_sampled_as_asked_for(tmp_path, monkeypatch):
+    use_fakes(monkeypatch)
+    sent, complete = [], client.request_body
+
+    def request_body(*given):
+        sent.append(json.loads(complete(*given)))
+        return complete(*given)
+
+    monkeypatch.setattr(client, "request_body", request_body)
+    sampling = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
+    code, result = bench(tmp_path, "--sampling", json.dumps(sampling))
+    assert code == 0 and result["settings"]["sampling"] == sampling and len(sent) > 8
+    assert all(sampling.items() <= body.items() for body in sent)
+    assert f"sampled with {json.dumps(sampling)}; " in report.notes(result)[0]
+
+
 def test_documents_are_read_once_by_each_variant(tmp_path, monkeypatch, speed_is_built):
     use_fakes(monkeypatch)
     flags = ["--policy", 'half={"depth_cutoff": 1}', "--variants", "fathom", "--documents", "2"]
@@ -263,6 +280,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys, flags
             "--model-shape: must be an integer >= 1, such as 8192 or 8k, got '-8'",
         ),
         (["--shared-prefix", "half"], "--shared-prefix: half: not in [0, 1)"),
+        (["--sampling", "top_p=0.9"], "--sampling: 'top_p=0.9' is not JSON"),
+        (["--sampling", '{"top_q": 1}'], "expected a JSON object of numbers, of temperature, top_p, top_k,"),
     ],
 )
 def test_a_word_that_is_no_number_is_told_what_is_legal(capsys, flags, message):
