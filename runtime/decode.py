@@ -219,7 +219,7 @@ class SlowFast:
             rows = np.array([entry.row for entry in fresh])
             # A first token that is not known yet is told when it is.
             last = np.array([entry.tokens[-1] if entry.tokens else 0 for entry in fresh])
-            self.phases.admit(rows, last, np.zeros(len(fresh), bool))
+            self.phases.admit(rows, last)
             for row in rows.tolist():
                 start = self.runs.acquire(row)
                 self.start[row] = -1 if start is None else start

@@ -443,7 +443,7 @@ class Ahead(Step):
         """
         phases, rows, first = self.state.phases, self.rows[places], self.first[places]
         if first.any():
-            phases.admit(rows[first], tokens[first], np.zeros(int(first.sum()), bool))
+            phases.admit(rows[first], tokens[first])
         old = rows[~first]
         if len(old):
             phases.advance(old, self.state.refreshed[old], tokens[~first])

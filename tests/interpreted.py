@@ -26,7 +26,7 @@ MECHANISMS = {
 POLICIES = MECHANISMS | {
     "everything": {name: value for policy in MECHANISMS.values() for name, value in policy.items()},
 }
-SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+SETTINGS = sfi.Settings(sink=2, recent=6, k=8, t_max=3, radius=3, lambda_clip=0.2)
 SERVED = (
     *("--sfi-sink", "2", "--sfi-recent", "6", "--sfi-selected", "8", "--sfi-refresh-budget", "3"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),

@@ -50,8 +50,7 @@ class SfiConfig:
     own token included.
 
     Raises:
-        ValueError: for a value out of range, and for a recent window that some query of the prefill window could
-            not see past: every candidate has to be visible to every query that ranks it.
+        ValueError: for a value out of range.
     """
 
     sink: int = _number(4, 0, None, "tokens", "section 5.1")
@@ -59,15 +58,9 @@ class SfiConfig:
     selected: int = _number(2048, 1, None, "tokens per KV head", "section 5.1")
     refresh_budget: int = _number(64, 1, None, "fast steps in a row (T_max)", "sections 3.1 and 5.1")
     minimum_gap: int = _number(0, 0, None, "fast steps after a slow one", "0: Eq. 5 as it stands")
-    prefill_window: int = _number(16, 1, None, "queries (W)", "section 5.1")
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.prefill_window > self.recent + 1:
-            raise ValueError(
-                f"prefill_window must be at most recent + 1 = {self.recent + 1}, got {self.prefill_window}: "
-                "its first query would not see every candidate"
-            )
         if self.minimum_gap > self.refresh_budget:
             raise ValueError(
                 f"minimum_gap must be at most refresh_budget = {self.refresh_budget}, got {self.minimum_gap}"

@@ -8,8 +8,6 @@ from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
 
 PREFIX = "--sfi-"
 MEMORY_FIELDS = ("buffer_mib", "evidence_mib")
-UNUSED = ("prefill_window",)
-"""Fields without a flag: the engine takes a request's first selection from its first decode step."""
 WORDS = {
     "sink": "first tokens that every fast step reads",
     "recent": "last tokens that every fast step reads, its own included",
@@ -59,7 +57,7 @@ requests of a step have may it be launched before its tokens are known."""
 
 
 def _numbers() -> list[Field[Any]]:
-    return [item for item in (*fields(SfiConfig), *fields(SelectorConfig)) if item.name not in UNUSED]
+    return [*fields(SfiConfig), *fields(SelectorConfig)]
 
 
 def _flag(name: str) -> str:
@@ -112,9 +110,6 @@ def from_arguments(arguments: argparse.Namespace) -> SfiOptions:
         if not 0 < given.get(name, 1) < float("inf"):
             raise ValueError(f"{_flag(name)} must be a finite number > 0, in MiB, got {given[name]:g}")
     own = {name: given[name] for name in MEMORY_FIELDS if name in given}
-    if "recent" in given:
-        # The window of prefill is not used here; it must not forbid a shorter recent window.
-        given["prefill_window"] = min(SfiConfig.prefill_window, max(given["recent"], 0) + 1)
     try:
         config, selector = SfiConfig(**_of(SfiConfig, given)), SelectorConfig(**_of(SelectorConfig, given))
     except ValueError as error:

@@ -183,26 +183,26 @@ class EvidenceRing:
         # Multiples of 16, so that norms behind logits begin where whole lines do.
         self.entries = self._memory.shape[1] // (heads + kv_heads) // 16 * 16
 
-    def capacity(self, width: int, window: int = 1) -> int:
+    def capacity(self, width: int) -> int:
         """How many requests of up to ``width`` table entries fit in a slot."""
-        return self._memory.shape[1] // (max(width, 1) * (self.heads * window + self.kv_heads))
+        return self._memory.shape[1] // (max(width, 1) * (self.heads + self.kv_heads))
 
-    def view(self, slot: int, requests: int, width: int, window: int = 1) -> Evidence:
+    def view(self, slot: int, requests: int, width: int) -> Evidence:
         """A slot as evidence of ``requests`` rows, not initialised.
 
         Raises:
             ValueError: when they do not fit.
         """
-        if requests > self.capacity(width, window):
+        if requests > self.capacity(width):
             raise ValueError(
                 f"{requests} requests of {width} entries do not fit in an evidence slot: at most "
-                f"{self.capacity(width, window)}"
+                f"{self.capacity(width)}"
             )
-        logits = requests * self.heads * window * width
+        logits = requests * self.heads * width
         norms = requests * self.kv_heads * width
         memory = self._memory[slot]
         return Evidence(
-            memory[:logits].view(requests, self.heads, window, width),
+            memory[:logits].view(requests, self.heads, 1, width),
             memory[logits : logits + norms].view(requests, self.kv_heads, width),
         )
 

@@ -12,7 +12,7 @@ import torch
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.kernels.selector_scores import selector_scores
 from fathom.kernels.stable_top_k import stable_top_k
-from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.config import SelectorConfig
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,15 @@ class Selection:
     counts: torch.Tensor
 
 
-def candidates(
-    lengths: np.ndarray, config: SfiConfig, recent: np.ndarray | int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def candidates(lengths: np.ndarray, sink: int, recent: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
     """Ranges [begin, end) of the candidate indices J (Eq. 2); empty ones have begin == end.
 
     Args:
         lengths: [requests] entries in the table, the current token included.
-        recent: [requests] recent tokens of each request; None for the configuration's number.
+        recent: [requests] recent tokens of each request.
     """
-    end = np.maximum(lengths - (config.recent if recent is None else recent), 0)
-    return np.minimum(end, config.sink), end
+    end = np.maximum(lengths - recent, 0)
+    return np.minimum(end, sink), end
 
 
 SHIFT = 24

@@ -174,33 +174,13 @@ def plan_span(
         return SfiStep(plan, refreshed, held, RefreshBatch.nobody(0))
 
     # Entry `capacity` collects the rows that are not packed and is cut off.
-    first, last = candidates(lengths, config, reads.recent)
+    first, last = candidates(lengths, config.sink, reads.recent)
     slot = np.where(packed, evidence, capacity)
     gathered = np.tile(np.array(NOBODY)[:, None], capacity + 1)
     gathered[:, slot] = rows, first, last, start, reads.selected, reads.seed, reads.length
     batch = RefreshBatch(torch.from_numpy(gathered[:, :capacity].copy()))
     renewed = np.where(complete, config.sink + np.minimum(last - first, reads.selected), -1)
     return SfiStep(plan, refreshed, np.where(refreshed, renewed, held), batch)
-
-
-def seed_step(
-    rows: np.ndarray, lengths: np.ndarray, start: np.ndarray, config: SfiConfig
-) -> tuple[RefreshBatch, np.ndarray, np.ndarray]:
-    """The refresh that ends a prefill, from the evidence of the prompt's last queries (section 3.1).
-
-    Args:
-        rows, lengths: [batch] page-table rows and prompt lengths; start: [batch] runs, -1 for none.
-
-    Returns:
-        The refresh, row i for request i; [batch] bool, who was seeded, for :meth:`PhaseState.admit`; [batch]
-        entries held in the runs.
-    """
-    seeded = (start >= 0) & (lengths >= config.sink)
-    first, last = candidates(lengths, config)
-    told = np.tile(np.array(NOBODY)[:, None], len(rows))
-    told[:5, seeded] = np.stack([rows, first, last, start, np.full_like(rows, config.selected)])[:, seeded]
-    held = config.sink + np.minimum(last - first, config.selected)
-    return RefreshBatch(torch.from_numpy(told)), seeded, held * seeded
 
 
 def refresh_layer(

@@ -110,16 +110,15 @@ class PhaseState:
         self._boundary = np.ones(max_rows, bool)
         self._stale = np.ones(max_rows, bool)
 
-    def admit(self, rows: np.ndarray, first_tokens: np.ndarray, seeded: np.ndarray) -> None:
-        """Start requests whose prefill gave their first token.
+    def admit(self, rows: np.ndarray, first_tokens: np.ndarray) -> None:
+        """Start requests whose prefill gave their first token; their first decode step is slow.
 
         Args:
             first_tokens: [batch] ids.
-            seeded: [batch] bool, whether prefill chose a selection. Without one the first decode step is slow.
         """
         self._since[rows] = 0
         self._boundary[rows] = self._trigger[first_tokens]
-        self._stale[rows] = ~seeded
+        self._stale[rows] = True
 
     def slow(self, rows: np.ndarray) -> np.ndarray:
         """[batch] bool: is the next decode step of each request slow?"""

@@ -38,7 +38,7 @@ MECHANISMS = {
     "drafting": {"speculative": True},
 }
 COMBINATIONS = [combination for n in range(6) for combination in itertools.combinations(MECHANISMS, n)]
-SETTINGS = sfi.Settings(sink=2, recent=8, k=12, t_max=4, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+SETTINGS = sfi.Settings(sink=2, recent=8, k=12, t_max=4, radius=3, lambda_clip=0.2)
 SFI_FLAGS = (
     *("--sfi-sink", "2", "--sfi-recent", "8", "--sfi-selected", "12", "--sfi-refresh-budget", "4"),
     *("--sfi-nms-radius", "3", "--sfi-prior-clip", "0.2"),

@@ -23,9 +23,7 @@ DRAFT = {"speculative": True}
 FASTKV = {"tsp_rate": 0.4, "kv_retention_rate": 0.3}
 SPEC = {"prefill_keep_rate": 0.6, "min_prompt_tokens": 64}
 TSP = 2
-SETTINGS = oracle.Settings(
-    sink=4, recent=16, k=20, t_max=9, seed_from_prefill=False, radius=3, lambda_clip=0.2
-)
+SETTINGS = oracle.Settings(sink=4, recent=16, k=20, t_max=9, radius=3, lambda_clip=0.2)
 BUFFERS = 8
 BUFFER_BYTES = (
     (4 + 20) * 4 * 2 * 2 * 32 * 4

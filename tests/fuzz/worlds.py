@@ -319,7 +319,6 @@ def _sfi(rng: random.Random, target: Target) -> tuple[sfi.Settings, list[Any]]:
         k=rng.choice([1, 4, 12, 20, 64]),
         t_max=t_max,
         gap=min(rng.choice([0, 0, 1, 3]), t_max),
-        seed_from_prefill=False,
         radius=rng.choice([0, 3, 16]),
         lambda_clip=rng.choice([0.02, 0.2, 1.0]),
         devices=2 if target.kv_heads % 2 == 0 and rng.random() < 0.1 else 1,

@@ -21,8 +21,6 @@ class Settings:
     k: int = 2048
     t_max: int = 64
     gap: int = 0  # fast steps that must follow a slow one before a trigger counts; the trigger is remembered
-    w_prefill: int = 16
-    seed_from_prefill: bool = True
     alpha: float = 0.5
     gamma: float = 0.5
     beta: float = 0.568
@@ -37,7 +35,7 @@ class Settings:
     devices: int = 1  # that have as many heads each; only the heads of one compete
 
 
-def settings_of(config, selector, seeded: bool = False) -> Settings:
+def settings_of(config, selector) -> Settings:
     """The engine's numbers of a request and of its Selector under the paper's names."""
     return Settings(
         sink=config.sink,
@@ -45,8 +43,6 @@ def settings_of(config, selector, seeded: bool = False) -> Settings:
         k=config.selected,
         t_max=config.refresh_budget,
         gap=config.minimum_gap,
-        w_prefill=config.prefill_window,
-        seed_from_prefill=seeded,
         alpha=selector.power,
         gamma=selector.norm_decay,
         beta=selector.position_decay,
@@ -136,14 +132,12 @@ class Generation:
         tokens: generated ids, the first one from prefill.
         slow: per decode step.
         selected: per decode step, [layer][KV head] positions chosen in it; None for a fast step.
-        seed: what prefill chose, [layer][KV head]; None where it chose nothing.
         logits: float32 [vocabulary] per token.
     """
 
     tokens: list[int] = field(default_factory=list)
     slow: list[bool] = field(default_factory=list)
     selected: list[list[list[list[int]]] | None] = field(default_factory=list)
-    seed: list[list[list[int]]] | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -213,39 +207,33 @@ def generate(
         """Positions that layer i holds, ascending."""
         return there[i, : cached.length].nonzero().flatten()
 
-    def choose(observed: list[torch.Tensor], window: int) -> list[list[list[int]]]:
+    def choose(observed: list[torch.Tensor]) -> list[list[list[int]]]:
         per_layer = []
         for i, scores in enumerate(observed):
             own = table(i)
             candidates = range(s.sink, max(len(own) - s.recent, s.sink))
-            rows = [head[:, -window:].reshape(-1, cached.length)[:, own] for head in scores]
+            rows = [head.reshape(-1, cached.length)[:, own] for head in scores]
             norms = [k[own].norm(dim=-1) for k in cached.keys[i]]
             chosen = selector(rows, norms, candidates, s)
             per_layer.append([own[torch.tensor(head, dtype=torch.long)].tolist() for head in chosen])
         return per_layer
 
     chunk = 512
-    observed: list[torch.Tensor] = []
-    # The last chunk holds the whole window, so that its queries are observed together.
-    cuts = [*range(0, max(len(prompt) - s.w_prefill, 1), chunk), len(prompt)]
+    cuts = [*range(0, len(prompt), chunk), len(prompt)]
     for begin, end in itertools.pairwise(cuts):
         row, column = torch.arange(begin, end).unsqueeze(1), torch.arange(end)
 
         def causal(i, row=row, column=column):
             return ((column <= row) & (there[i, : len(column)] | (column == row))).unsqueeze(0)
 
-        logits, observed = cached.forward(prompt[begin:end], causal)
-    selection = None
-    # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
-    if s.seed_from_prefill and cached.length >= s.sink:
-        selection = result.seed = choose(observed, s.w_prefill)
+        logits, _ = cached.forward(prompt[begin:end], causal)
     result.tokens.append(int(logits.argmax()))
     result.logits.append(logits)
 
-    def sink_and_selected() -> list[torch.Tensor]:
+    def sink_and_selected(selection: list[list[list[int]]]) -> list[torch.Tensor]:
         """Per layer [kv_heads, 1, capacity] bool."""
-        masks = [torch.zeros(cached.kv_heads, 1, capacity, dtype=torch.bool) for _ in observed]
-        for i, (mask, heads) in enumerate(zip(masks, selection or [], strict=True)):
+        masks = [torch.zeros(cached.kv_heads, 1, capacity, dtype=torch.bool) for _ in selection]
+        for i, (mask, heads) in enumerate(zip(masks, selection, strict=True)):
             own = table(i)
             mask[..., own[: s.sink]] = True
             if len(own) < s.sink:
@@ -260,16 +248,18 @@ def generate(
         mask[table(i)[-s.recent :]] = True
         return mask
 
-    kept = sink_and_selected() if selection else []
+    selection: list[list[list[int]]] | None = None
+    kept: list[torch.Tensor] = []
     fast_run, boundary = 0, result.tokens[0] in triggers
     while len(result.tokens) < new_tokens:
         slow = selection is None or fast_run >= s.t_max or (boundary and fast_run >= s.gap)
         length = cached.length + 1
         if slow:
             logits, observed = cached.forward(result.tokens[-1:], lambda i: there[i, :length][None, None])  # noqa: B023
+            # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
             if length >= s.sink:
-                selection = choose(observed, 1)
-                kept = sink_and_selected()
+                selection = choose(observed)
+                kept = sink_and_selected(selection)
                 fast_run, boundary = 0, False
         else:
             logits, _ = cached.forward(

@@ -25,7 +25,7 @@ from fathom.runtime.sfi.trigger import trigger_mask
 VOCABULARY, LAYERS, SPAN, CUTOFF = 128, 4, 2, 2
 TRIGGERS = set(range(0, VOCABULARY, 11))
 SELECTOR = SelectorConfig(nms_radius=3, prior_clip=0.2)
-CONFIG = SfiConfig(sink=4, recent=16, selected=20, refresh_budget=9, prefill_window=16)
+CONFIG = SfiConfig(sink=4, recent=16, selected=20, refresh_budget=9)
 
 
 def options(config=CONFIG, runs=4, evidence_mib=1.0):

@@ -8,7 +8,7 @@ import torch
 
 from fathom.runtime.decode import Shape
 from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
-from fathom.runtime.sfi.options import UNUSED, WORDS, SfiOptions, add_arguments, from_arguments
+from fathom.runtime.sfi.options import WORDS, SfiOptions, add_arguments, from_arguments
 
 
 def parse(*flags):
@@ -24,8 +24,6 @@ def test_without_flags_all_is_default():
 @pytest.mark.parametrize("kind", [SfiConfig, SelectorConfig])
 def test_every_number_has_its_flag(kind):
     for item in fields(kind):
-        if item.name in UNUSED:
-            continue
         low = item.metadata["low"]
         value = item.type(low if low != item.default else low + 1)
         options = parse("--sfi-" + item.name.replace("_", "-"), str(value))
@@ -40,9 +38,7 @@ def test_the_help_says_first_what_each_number_is():
     assert helps["sfi_recent"] == (
         "last tokens that every fast step reads, its own included; tokens, >= 1 (default: 256; section 5.1)"
     )
-    assert set(WORDS) == {item.name for kind in (SfiConfig, SelectorConfig) for item in fields(kind)} - set(
-        UNUSED
-    )
+    assert set(WORDS) == {item.name for kind in (SfiConfig, SelectorConfig) for item in fields(kind)}
     assert all(helps[f"sfi_{name}"].startswith(f"{words}; ") for name, words in WORDS.items())
 
 

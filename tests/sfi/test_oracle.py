@@ -10,7 +10,7 @@ from fathom.runtime.sfi.selector import random_scores
 
 VOCABULARY = 128
 TRIGGERS = set(range(0, VOCABULARY, 11))
-SETTINGS = sfi.Settings(sink=4, recent=16, k=20, t_max=9, seed_from_prefill=False, radius=3, lambda_clip=0.2)
+SETTINGS = sfi.Settings(sink=4, recent=16, k=20, t_max=9, radius=3, lambda_clip=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from fathom.kernels.selector_scores import (
     selector_scores_torch,
     window_max,
 )
-from fathom.runtime.sfi.config import SelectorConfig, SfiConfig
+from fathom.runtime.sfi.config import SelectorConfig
 from fathom.runtime.sfi.selector import candidates, select
 
 NAMES = {
@@ -191,8 +191,7 @@ def test_window_max(n, radius, seed):
 
 @given(length=st.integers(0, 60), sink=st.integers(0, 8), recent=st.integers(1, 30))
 def test_candidates_are_all_but_sink_and_recent(length, sink, recent):
-    config = SfiConfig(sink=sink, recent=recent, prefill_window=1)
-    begin, end = candidates(np.array([length]), config)
+    begin, end = candidates(np.array([length]), sink, recent)
     everything = set(range(length))
     want = everything - set(range(sink)) - set(range(max(length - recent, 0), length))
     assert set(range(*begin, *end)) == want

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.runtime.sfi.config import SfiConfig
-from fathom.runtime.sfi.step import plan_step, seed_step
+from fathom.runtime.sfi.step import plan_step
 
-CONFIG = SfiConfig(sink=3, recent=10, selected=6, prefill_window=4)
+CONFIG = SfiConfig(sink=3, recent=10, selected=6)
 
 requests = st.lists(
     st.tuples(
@@ -65,19 +65,9 @@ def test_plan_step(batch, capacity, order):
             assert low == high
 
 
-def test_seed_step():
-    rows, lengths, start = np.array([4, 2, 7]), np.array([30, 2, 12]), np.array([9, 18, -1])
-    batch, seeded, held = seed_step(rows, lengths, start, CONFIG)
-    assert seeded.tolist() == [True, False, False]
-    assert batch.rows.tolist() == [4, -1, -1]
-    assert batch.begin.tolist() == [3, 0, 0] and batch.end.tolist() == [20, 0, 0]
-    assert held.tolist() == [9, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"recent": 10, "prefill_window": 12}, "prefill_window must be at most recent"),
         ({"refresh_budget": 3, "minimum_gap": 4}, "minimum_gap must be at most refresh_budget = 3"),
         ({"selected": 0}, "selected must be >= 1"),
         ({"sink": -1}, "sink must be >= 0"),

@@ -75,9 +75,9 @@ def test_mask_is_as_wide_as_the_model():
 class OneRequest:
     """Section 3.1 for one request, one token at a time."""
 
-    def __init__(self, config, triggers, first, seeded):
+    def __init__(self, config, triggers, first):
         self.config, self.triggers = config, triggers
-        self.stale, self.fast_run, self.boundary = not seeded, 0, first in triggers
+        self.stale, self.fast_run, self.boundary = True, 0, first in triggers
 
     def slow(self):
         due = self.fast_run >= self.config.refresh_budget
@@ -103,9 +103,9 @@ def test_phases_of_a_batch(data, budget, gap, width):
     for _ in range(data.draw(st.integers(1, 12))):
         for row in sorted(set(range(5)) - set(live)):
             if data.draw(flag):
-                first, seeded = data.draw(token), data.draw(flag)
-                state.admit(np.array([row]), np.array([first]), np.array([seeded]))
-                live[row] = OneRequest(config, triggers, first, seeded)
+                first = data.draw(token)
+                state.admit(np.array([row]), np.array([first]))
+                live[row] = OneRequest(config, triggers, first)
         rows = data.draw(st.permutations(sorted(live)))
         if not rows:
             continue
@@ -128,11 +128,11 @@ def test_phases_of_a_batch(data, budget, gap, width):
                 del live[row]
 
 
-def run(tokens: list[int], seeded: bool, **config) -> list[bool]:
+def run(tokens: list[int], **config) -> list[bool]:
     """Phases of the steps that make tokens[1:]."""
     state = PhaseState(1, trigger_mask([1], 4), SfiConfig(recent=16, **config))
     row, slow = np.array([0]), []
-    state.admit(row, np.array(tokens[:1]), np.array([seeded]))
+    state.admit(row, np.array(tokens[:1]))
     for token in tokens[1:]:
         phase = state.slow(row)
         slow.append(bool(phase))
@@ -141,21 +141,20 @@ def run(tokens: list[int], seeded: bool, **config) -> list[bool]:
 
 
 def test_the_step_after_a_trigger_is_slow():
-    assert run([0, 0, 1, 0, 0, 1, 1, 0], True) == [False, False, True, False, False, True, True]
+    assert run([0, 0, 1, 0, 0, 1, 1, 0]) == [True, False, True, False, False, True, True]
 
 
-def test_the_first_step_is_slow_unless_prefill_chose():
-    assert run([0, 0, 0], False) == [True, False]
-    assert run([0, 0, 0], True) == [False, False]
-    assert run([1, 0, 0], True) == [True, False]
+def test_the_first_step_is_slow():
+    assert run([0, 0, 0]) == [True, False]
+    assert run([1, 0, 0]) == [True, False]
 
 
 def test_no_more_than_the_budget_of_fast_steps_in_a_row():
-    assert run([0] * 9, False, refresh_budget=3) == [True, False, False, False] * 2
+    assert run([0] * 9, refresh_budget=3) == [True, False, False, False] * 2
 
 
 def test_a_trigger_within_the_gap_is_put_off_not_lost():
-    assert run([0, 1, 1, 0, 0, 0, 0], False, minimum_gap=2) == [True, False, False, True, False, False]
+    assert run([0, 1, 1, 0, 0, 0, 0], minimum_gap=2) == [True, False, False, True, False, False]
 
 
 @given(
@@ -170,7 +169,7 @@ def test_a_stretch_ends_where_the_next_step_is_slow(tokens, budget, gap, start):
     config = SfiConfig(refresh_budget=budget, minimum_gap=min(gap, budget))
     state = PhaseState(1, trigger_mask([3, 7], 10), config)
     row, one = np.array([0]), np.ones(1, bool)
-    state.admit(row, np.array([1]), ~one)
+    state.admit(row, np.array([1]))
     for token in tokens[:start]:
         state.advance(row, state.slow(row), np.array([token]))
     stretch, rest = state.stretch(0), tokens[start:]
