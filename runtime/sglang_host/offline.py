@@ -79,8 +79,7 @@ class OfflineEngine:
         from fathom.runtime.sglang_host import forking, seams
 
         seams.verify("server")
-        if not stock:
-            forking.install()
+        forking.install()
 
         class Ours(Engine):
             run_scheduler_process_func = staticmethod(partial(process.run_scheduler_process, options=options))
