@@ -1,8 +1,9 @@
 """What a request of SGLang's asks of the engine, in Fathom's terms."""
 
-import weakref
+from collections.abc import Callable, Hashable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from sglang.srt.managers.schedule_batch import Req
 
@@ -43,7 +44,22 @@ def specprefill_of(request: Req) -> SpecPrefillConfig:
     return config_of(policy_of(request))
 
 
-_SELECTIONS: weakref.WeakKeyDictionary[Req, tuple[int, Step | None]] = weakref.WeakKeyDictionary()
+Found = TypeVar("Found")
+_SELECTIONS: WeakKeyDictionary[Req, tuple[Hashable, Step | None]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[Req, tuple[Hashable, PrefillPlan]] = WeakKeyDictionary()
+
+
+def _kept(
+    known: WeakKeyDictionary[Req, tuple[Hashable, Found]],
+    request: Req,
+    depends_on: Hashable,
+    find: Callable[[], Found],
+) -> Found:
+    """What was found for a request; found anew where what it depends on is another than then."""
+    entry = known.get(request)
+    if entry is None or entry[0] != depends_on:
+        entry = known[request] = depends_on, find()
+    return entry[1]
 
 
 def selection_of(request: Req) -> Step | None:
@@ -52,12 +68,11 @@ def selection_of(request: Req) -> Step | None:
     Asked for in every engine step: what a selection must keep may be thousands of spans, one per tool result.
     """
     length = prompt_tokens(request)
-    known = _SELECTIONS.get(request)
-    if known is not None and known[0] == length:
-        return known[1]
-    found = step(specprefill_of(request), length, protected_spans(request))
-    _SELECTIONS[request] = length, found
-    return found
+
+    def find() -> Step | None:
+        return step(specprefill_of(request), length, protected_spans(request))
+
+    return _kept(_SELECTIONS, request, length, find)
 
 
 def is_judged(request: Req) -> bool:
@@ -164,20 +179,16 @@ def _plan(
     return build(fields, layers, span, builders, retention(fastkv, entered))
 
 
-_PLANS: weakref.WeakKeyDictionary[Req, tuple[int, PrefillPlan]] = weakref.WeakKeyDictionary()
-
-
 def plan_of(request: Req, layers: int, span: int) -> PrefillPlan:
     """The request's prefill plan for a model of ``layers`` layers cut into spans of ``span``."""
     length = prompt_tokens(request)
-    known = _PLANS.get(request)
-    if known is not None and known[0] == length and (known[1].layers, known[1].span) == (layers, span):
-        return known[1]
-    selection = selection_of(request)
-    fields = tuple(sorted(policy_of(request).items()))
-    plan = _plan(fields, layers, span, length, selection, not propagation_skipped(request))
-    _PLANS[request] = length, plan
-    return plan
+
+    def find() -> PrefillPlan:
+        fields = tuple(sorted(policy_of(request).items()))
+        selection, propagates = selection_of(request), not propagation_skipped(request)
+        return _plan(fields, layers, span, length, selection, propagates)
+
+    return _kept(_PLANS, request, (length, layers, span), find)
 
 
 def prompt_tokens(request: Req) -> int:
