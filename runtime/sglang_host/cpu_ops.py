@@ -7,7 +7,6 @@ kernel does not take (an option, a layout, a mixture of dtypes) goes to the laye
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xgrammar
 
 from fathom.kernels import rms_norm, rotary, silu_and_mul
 from fathom.kernels.numba_cpu import DTYPES
@@ -76,15 +75,9 @@ def is_plain_rotary(rotary_emb: "RotaryEmbedding") -> bool:
     return rotary_emb.is_neox_style and not hasattr(rotary_emb, "sin_cos_cache")
 
 
-def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-    """Leave only the tokens of a mask. SGLang's backend has this for GPUs alone, its grammars for a CPU too."""
-    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
-
-
 def register() -> None:
-    """Register the forwards for the platform that is active in this process, and what strict thinking needs."""
+    """Register the forwards for the platform that is active in this process."""
     from sglang.kernels.fused_op import BaseFusedOp
-    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.platforms import current_platform
@@ -92,7 +85,6 @@ def register() -> None:
     key = current_platform.get_dispatch_key_name()
     BaseFusedOp.register_oot_forward(RMSNorm, forward_rms_norm, key)
     BaseFusedOp.register_oot_forward(SiluAndMul, forward_silu_and_mul, key)
-    XGrammarGrammarBackend.apply_vocab_mask = staticmethod(apply_vocab_mask)
     for place in ROTARY_CLASSES:
         BaseFusedOp.register_oot_forward(resolve(place), forward_rotary, key)
 

@@ -1,4 +1,4 @@
-"""Compiled grammars of structured output, of which the engine keeps no more than it should.
+"""Grammars of structured output: compiled ones, of which the engine keeps no more than it should, and their masks.
 
 SGLang keeps every grammar that a request ever brought, and XGrammar's compiler keeps it once more, both without a
 limit: with a vocabulary of 128,000 tokens a JSON schema of twelve members takes 0.3 MiB, and a regular expression
@@ -8,7 +8,10 @@ of bounded repetitions nine.
 from collections import OrderedDict
 from typing import Any
 
+import torch
+import xgrammar
 from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 MOST_BYTES = 256 << 20
 """Most memory that kept grammars take, in bytes."""
@@ -69,3 +72,13 @@ def install(manager: GrammarManager, most: int = MOST_BYTES) -> None:
     if (compiler := getattr(inner, "grammar_compiler", None)) is not None:
         vocabulary = compiler.compile_regex("a").tokenizer_info
         inner.grammar_compiler = type(compiler)(vocabulary, cache_limit_bytes=most)
+
+
+def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Leave only the tokens of a mask, on a CPU."""
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+
+def mask_without_gpu() -> None:
+    """What strict thinking needs: SGLang's backend has it for GPUs alone, its grammars for a CPU too."""
+    XGrammarGrammarBackend.apply_vocab_mask = staticmethod(apply_vocab_mask)

@@ -64,12 +64,13 @@ def install(options: EngineOptions) -> None:
 
         gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
-        from fathom.runtime.sglang_host import cpu_lora, cpu_ops
+        from fathom.runtime.sglang_host import cpu_lora, cpu_ops, grammars
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
         cpu_ops.register()
         cpu_lora.register()
+        grammars.mask_without_gpu()
 
 
 def attention_backend(model_runner: Any) -> Any:
