@@ -17,10 +17,10 @@ from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sfi.config import SfiConfig
 from fathom.server import checks, picture
 from fathom.server.checks import StartError
+from fathom.server.command_line import DEMO_TUNINGS, Parser
 from fathom.server.memory_flags import DEFAULT_PROPAGATION_BUFFER
 from fathom.server.picture import Staircase
 from fathom.server.profile import limits_of
-from fathom.server.serve import DEMO_TUNINGS, Parser
 from fathom.server.units import flops, size, token_count
 
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV

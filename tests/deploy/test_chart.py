@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from fathom.server import serve
+from fathom.server import command_line
 
 helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk: run `make test`")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="run `make test`")
@@ -143,7 +143,7 @@ def test_fathom_accepts_the_arguments(release, tmp_path):
     for _, spec in component(release, "server") + component(release, "worker"):
         args = [str(arg).replace("/etc/fathom", str(tmp_path)) for arg in spec["containers"][0]["args"]]
         assert args[0] == "serve"
-        work = serve.plan(args[1:])
+        work = command_line.plan(args[1:])
         assert (work.host, work.port) == ("0.0.0.0", 30000)
         assert work.gate.max_in_flight == 256 and work.gate.drain_seconds == 120
 
@@ -152,7 +152,7 @@ def test_sglang_has_the_options_and_the_routes(release):
     """By name, in the installed SGLang's text: importing it would take longer than all other tests here."""
     package = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
     fields = " ".join(path.read_text() for path in (package / "arg_groups" / "fields").rglob("*.py"))
-    own = {word for action in serve.parser()._actions for word in action.option_strings}
+    own = {word for action in command_line.parser()._actions for word in action.option_strings}
     routes = (package / "entrypoints" / "http_server.py").read_text()
     for _, spec in component(release, "server") + component(release, "worker"):
         container = spec["containers"][0]

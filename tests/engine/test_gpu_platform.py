@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_resources
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import engine_args, gpu_streams, platform
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, WHERE_POSSIBLE
-from fathom.server import depth_pages, serve
+from fathom.server import command_line, depth_pages
 
 CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
 
@@ -284,8 +284,8 @@ SERVE = """
     torch.version.cuda = "13.0"
     from fathom.runtime.sglang_host import torchvision_ops
     torchvision_ops.declare()
-    from fathom.server import checks, cli, serve
-    work = serve._with_fitting_draft(serve.plan(["--demo"]))
+    from fathom.server import checks, cli, command_line, serve
+    work = serve._with_fitting_draft(command_line.plan(["--demo"]))
     assert work.draft is None, work
     target, draft = (str(checks.demo_model(name)) for name in ("target", "draft"))
     without = ["--no-gpu-depth-pages", "--port", sys.argv[1]]
@@ -316,7 +316,7 @@ def test_a_draft_needs_depth_pages():
 )
 def test_what_the_command_line_tells_every_process(monkeypatch, flags, asked, told):
     monkeypatch.setenv(GPU_DEPTH_PAGES, "x")
-    work = serve.plan(["--demo", *flags])
+    work = command_line.plan(["--demo", *flags])
     assert work.gpu_depth_pages is asked
     depth_pages.choose(work.gpu_depth_pages)
     assert os.environ[GPU_DEPTH_PAGES] == told

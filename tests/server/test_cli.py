@@ -14,7 +14,7 @@ import pytest
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.config import Limits, PolicyError, without_draft
 from fathom.runtime.sglang_host import engine_args, torchvision_ops
-from fathom.server import checks, cli, depth_pages, serve
+from fathom.server import checks, cli, command_line, depth_pages, serve
 from fathom.server.checks import StartError
 
 
@@ -247,19 +247,19 @@ def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     target = write_tokenizer(tmp_path / "target", WORDS)
     other = write_tokenizer(tmp_path / "draft", WORDS)
     checks.check_draft(str(target), str(other))
-    ours = serve.plan([str(target), "--draft-model-path", str(other)])
+    ours = command_line.plan([str(target), "--draft-model-path", str(other)])
     assert ours.draft == str(other) and ours.draft_given
     for sglangs in SGLANGS_DRAFT:
         for words in ([str(target), sglangs, str(other)], ["--demo", f"{sglangs}={other}"]):
-            assert serve.plan(words).draft == str(other) and serve.plan(words).draft_given
+            assert command_line.plan(words).draft == str(other) and command_line.plan(words).draft_given
     with pytest.raises(StartError, match="not both"):
-        serve.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
+        command_line.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
     file = tmp_path / "options.yaml"
     for in_file in ("draft-model-path", *(flag.removeprefix("--") for flag in SGLANGS_DRAFT)):
         file.write_text(f"{in_file}: elsewhere")
-        assert serve.plan([str(target), "--config", str(file)]).draft == "elsewhere"
+        assert command_line.plan([str(target), "--config", str(file)]).draft == "elsewhere"
         for given in ("--draft-model-path", *SGLANGS_DRAFT):
-            assert serve.plan([str(target), "--config", str(file), given, "here"]).draft == "here"
+            assert command_line.plan([str(target), "--config", str(file), given, "here"]).draft == "here"
 
 
 def test_vocabularies_are_read_where_and_as_the_server_reads_them(tmp_path):
@@ -271,14 +271,14 @@ def test_vocabularies_are_read_where_and_as_the_server_reads_them(tmp_path):
     with pytest.raises(StartError, match=r"the vocabulary of .*target cannot be read"):
         checks.check_draft(str(target), str(other))
     words = [str(target), "--draft-model-path", str(other), "--tokenizer-path", str(elsewhere)]
-    checks.check_draft(str(target), str(other), serve.plan(words).reading)
+    checks.check_draft(str(target), str(other), command_line.plan(words).reading)
     (elsewhere / "ours.py").write_text(CODE)
     (elsewhere / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "ours.Ours"]}})
     )
     with pytest.raises(StartError, match="contains custom code"):
-        checks.check_draft(str(target), str(other), serve.plan(words).reading)
-    checks.check_draft(str(target), str(other), serve.plan([*words, "--trust-remote-code"]).reading)
+        checks.check_draft(str(target), str(other), command_line.plan(words).reading)
+    checks.check_draft(str(target), str(other), command_line.plan([*words, "--trust-remote-code"]).reading)
 
 
 def test_numbers_with_which_a_server_answers_nothing():
@@ -337,14 +337,14 @@ def test_a_key_that_no_request_can_bring():
 
 
 def test_the_demo_brings_its_draft():
-    work = serve.plan(["--demo"])
+    work = command_line.plan(["--demo"])
     assert work.draft == str(checks.demo_model("draft")) and not work.draft_given
     assert serve._with_fitting_draft(work) is work
 
 
 def test_without_depth_pages_the_demo_leaves_its_draft_out(monkeypatch, capsys):
     monkeypatch.setattr(depth_pages, "used", lambda: False)
-    assert serve._with_fitting_draft(serve.plan(["--demo"])).draft is None
+    assert serve._with_fitting_draft(command_line.plan(["--demo"])).draft is None
     assert capsys.readouterr().out == "Fathom leaves out the demo's draft model\n"
     assert depth_pages.why_not(None) == f"KV in depth pages needs {depth_pages.NEED}"
     assert depth_pages.why_not(False) == "--no-gpu-depth-pages was given"
@@ -374,7 +374,7 @@ def test_a_model_that_cannot_be_loaded(model):
 
 
 def test_options_are_split_between_us_and_the_engine(model):
-    work = serve.plan(
+    work = command_line.plan(
         [str(model), "--tp-size", "2", "--prefill-keep-rate", "1", "--port", "31000", "--max-body-mib", "2"]
     )
     assert work.engine_flags[:6] == ["--model-path", str(model), "--host", "127.0.0.1", "--port", "31000"]
@@ -382,25 +382,27 @@ def test_options_are_split_between_us_and_the_engine(model):
     assert "--enable-metrics" in work.engine_flags
     assert work.gate.max_body_bytes == 2 << 20
     assert work.name == str(model)
-    named = serve.plan([str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"])
+    named = command_line.plan(
+        [str(model), "--served-model-name", "m", "--log-level=info", "--enable-metrics"]
+    )
     assert named.name == "m"
     assert "warning" not in named.engine_flags and named.engine_flags.count("--served-model-name") == 1
 
 
 def test_what_computes_prefill_on_a_gpu(model):
-    assert serve.plan([str(model)]).engine.gpu_prefill == "auto"
+    assert command_line.plan([str(model)]).engine.gpu_prefill == "auto"
     for asked in ("gathered", "triton"):
-        assert serve.plan([str(model), "--gpu-prefill-attention", asked]).engine.gpu_prefill == asked
+        assert command_line.plan([str(model), "--gpu-prefill-attention", asked]).engine.gpu_prefill == asked
 
 
 def test_the_operators_preset_waits_for_the_model(model):
     """Shares of the layers, and what cannot be had, are known when the model is."""
-    face = serve.plan([str(model), "--preset", "turbo", "--tsp-rate", "0.5"]).face
+    face = command_line.plan([str(model), "--preset", "turbo", "--tsp-rate", "0.5"]).face
     assert face.asked == {"preset": "turbo", "tsp_rate": 0.5}
     face.learn(Limits(16, 4, without_draft(), 8, 2048))
     assert (face.default.depth_cutoff, face.default.tsp_rate, face.default.decode) == (12, 0.5, "slow_fast")
     assert serve._of_policy(face.choice) == "custom; its preset without prefill_keep_rate, speculative"
-    face = serve.plan([str(model), "--depth-cutoff", "6"]).face
+    face = command_line.plan([str(model), "--depth-cutoff", "6"]).face
     with pytest.raises(PolicyError, match="must be a multiple of 4 layers, got 6; nearest: 4, 8"):
         face.learn(Limits(16, 4))
 

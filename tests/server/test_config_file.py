@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fathom.runtime.sglang_host import engine_args
-from fathom.server import checks, cli, config_file, serve
+from fathom.server import checks, cli, command_line, config_file
 
 MODEL = str(checks.demo_model())
 
@@ -24,18 +24,18 @@ def write(tmp_path):
 
 def arguments(*words):
     """SGLang's arguments of a command line."""
-    return engine_args.build(serve.plan(list(words)).engine_flags)
+    return engine_args.build(command_line.plan(list(words)).engine_flags)
 
 
 def test_the_file_counts_where_the_command_line_says_nothing(write):
     file = write(f"model-path: {MODEL}\nport: 31777\nlog_level: info\n")
-    work = serve.plan(["--config", file])
+    work = command_line.plan(["--config", file])
     assert (work.model, work.host, work.port) == (MODEL, "127.0.0.1", 31777)
     assert "warning" not in work.engine_flags
-    assert serve.plan(["--config", file, "--port", "31778"]).port == 31778
-    assert serve.plan(["--demo", "--config", file]).name == serve.DEMO_NAME
-    assert serve.plan(["other", "--config", file]).model == "other"
-    assert serve.plan(["--config", write("demo: true")]).name == serve.DEMO_NAME
+    assert command_line.plan(["--config", file, "--port", "31778"]).port == 31778
+    assert command_line.plan(["--demo", "--config", file]).name == command_line.DEMO_NAME
+    assert command_line.plan(["other", "--config", file]).model == "other"
+    assert command_line.plan(["--config", write("demo: true")]).name == command_line.DEMO_NAME
 
 
 @pytest.mark.parametrize("given", [("--config", "{}"), ("--config={}",)], ids=" ".join)
@@ -81,20 +81,20 @@ def test_adapters_with_members_in_the_file(write):
 
 
 def test_the_file_is_seen_by_the_rules_of_a_gpu(write):
-    flags = serve.plan([MODEL, "--config", write("attention-backend: triton")]).engine_flags
+    flags = command_line.plan([MODEL, "--config", write("attention-backend: triton")]).engine_flags
     assert "fathom_triton" not in engine_args.with_gpu_rules(flags)
 
 
 def test_fathoms_options_in_the_file(write):
     file = write("preset: turbo\nspeculative: false\nmax-in-flight: 7\ngpu-depth-pages: true\n")
-    work = serve.plan([MODEL, "--config", file])
+    work = command_line.plan([MODEL, "--config", file])
     assert work.face.asked == {"preset": "turbo", "speculative": False}
     assert work.gate.max_in_flight == 7 and work.gpu_depth_pages
-    overridden = serve.plan([MODEL, "--config", file, "--preset", "balanced", "--speculative"])
+    overridden = command_line.plan([MODEL, "--config", file, "--preset", "balanced", "--speculative"])
     assert overridden.face.asked == {"preset": "balanced", "speculative": True}
     off = write("gpu-depth-pages: false")
-    assert serve.plan([MODEL, "--config", off]).gpu_depth_pages is False
-    assert serve.plan([MODEL, "--config", off, "--gpu-depth-pages"]).gpu_depth_pages is True
+    assert command_line.plan([MODEL, "--config", off]).gpu_depth_pages is False
+    assert command_line.plan([MODEL, "--config", off, "--gpu-depth-pages"]).gpu_depth_pages is True
 
 
 @pytest.mark.parametrize(

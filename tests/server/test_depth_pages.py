@@ -10,7 +10,7 @@ import pytest
 import transformers
 from sglang.srt.configs.model_config import ModelConfig
 
-from fathom.server import checks, depth_pages, ending, serve
+from fathom.server import checks, command_line, depth_pages, ending, serve
 from fathom.server.checks import StartError
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 100}
@@ -50,7 +50,7 @@ def test_a_model_that_depth_pages_do_not_take(model, gpu, monkeypatch):
 def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
     asked = []
     monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
-    work = serve.plan(["--demo"])
+    work = command_line.plan(["--demo"])
     arguments = serve._server_args(work.engine_flags, work.engine)
     serve._learn_limits(replace(work, draft=None), arguments)
     assert [model.num_hidden_layers for model in asked] == [8]
@@ -59,7 +59,7 @@ def test_it_is_asked_before_the_model_is_loaded(monkeypatch):
 def test_the_draft_is_asked_about_too(monkeypatch):
     asked = []
     monkeypatch.setattr(depth_pages, "refuse_model", lambda model, devices: asked.append(model))
-    work = serve.plan(["--demo"])
+    work = command_line.plan(["--demo"])
     draft = ["--speculative-draft-model-path", work.draft]
     arguments = serve._server_args([*work.engine_flags, *draft], work.engine)
     serve._learn_limits(work, arguments)
@@ -68,7 +68,7 @@ def test_the_draft_is_asked_about_too(monkeypatch):
 
 def test_a_draft_whose_context_is_too_short(tmp_path, monkeypatch):
     """The engine would end with a traceback about a target."""
-    work = serve.plan(["--demo"])
+    work = command_line.plan(["--demo"])
     config = json.loads((Path(work.draft) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     draft = ["--speculative-draft-model-path", str(tmp_path)]
@@ -109,7 +109,7 @@ def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
             monkeypatch.setitem(sys.modules, "fathom.server.app", SimpleNamespace(**failing))
             for name in ("no_proxy", "NO_PROXY"):
                 monkeypatch.setenv(name, "elsewhere")
-            serve._run(serve.plan(["--demo"]), SimpleNamespace(url=lambda: "http://127.0.0.1:1"))
+            serve._run(command_line.plan(["--demo"]), SimpleNamespace(url=lambda: "http://127.0.0.1:1"))
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == checks.FAILURE
     assert lines[0].startswith("fathom serve: error: ")
