@@ -7,6 +7,7 @@ import pytest
 from envelopes import message_of
 
 from fathom.runtime.config import Limits, Policy, without_draft
+from fathom.server.applied_policy import refuse_prompt_outputs
 from fathom.server.context import Face
 from fathom.server.routes import (
     CHAT,
@@ -18,7 +19,6 @@ from fathom.server.routes import (
     OLLAMA,
     RESPONSES,
 )
-from fathom.server.tokenizer_manager import refuse_prompt_outputs
 
 LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
 ILLEGAL = [

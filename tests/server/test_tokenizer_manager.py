@@ -20,7 +20,8 @@ torchvision_ops.declare()
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
 from fathom.server import tokenizer_manager as ours  # noqa: E402
-from fathom.server.tokenizer_manager import FathomTokenizerManager, apply_policy  # noqa: E402
+from fathom.server.applied_policy import apply_policy, refuse_prompt_outputs  # noqa: E402
+from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 EXACT = Policy()
 DEEP = Policy(preset=config.CUSTOM, depth_cutoff=4)
@@ -454,9 +455,9 @@ def test_what_a_policy_does_not_compute_cannot_be_had(policy, refused):
         request = GenerateReqInput(text=["a", "b"], **asked)
         if asked in refused:
             with pytest.raises(ValueError, match="cannot be had"):
-                ours.refuse_prompt_outputs(request, policy)
+                refuse_prompt_outputs(request, policy)
         else:
-            ours.refuse_prompt_outputs(request, policy)
+            refuse_prompt_outputs(request, policy)
 
 
 @pytest.mark.parametrize(
