@@ -22,12 +22,12 @@ from fathom.benchmarks.gpu_inputs import (
     Setting,
     part,
 )
-from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.extend_attention import extend_attention_reference
 from fathom.kernels.key_shares import pick_pieces
 from fathom.kernels.paged_decode import gather_entries, paged_decode, paged_decode_reference
 from fathom.kernels.paged_extend import paged_extend, paged_extend_reference, pick_splits
 from fathom.kernels.two_segment_attention import (
+    Evidence,
     SegmentPlan,
     plan_segments,
     two_segment_attention,
@@ -219,37 +219,42 @@ def fast_step(
     return Problem(call, pairs, moved, s.product_flops(entries))
 
 
-def slow_step(s: Setting, window: int = 1) -> Problem:
+def slow_step(s: Setting) -> Problem:
     """SFI's slow step: everything is read, and the logits and key norms are kept."""
     inputs = Inputs(s)
     pool = Pool(inputs)
-    query = inputs.normal(s.batch, window, s.heads, s.head_dim)
-    plan = plan_dense(pool.rows, inputs.integers(s.lengths), s.kv_heads)
+    query = inputs.normal(s.batch, 1, s.heads, s.head_dim)
+    lengths, nothing = inputs.integers(s.lengths), torch.zeros_like(pool.rows)
+    kept = torch.arange(s.batch, device=s.device)
+    plan = plan_segments(pool.rows, nothing, lengths, nothing, nothing, kept, s.kv_heads)
     scale, longest = s.head_dim**-0.5, max(s.lengths)
-    shape = s.batch, s.heads, s.kv_heads, window, longest
-    evidence = new_evidence(*shape, device=s.device)
+
+    def unwritten(requests: int) -> Evidence:
+        shapes = (requests, s.heads, 1, longest), (requests, s.kv_heads, longest)
+        return Evidence(*(torch.full(shape, float("nan"), device=s.device) for shape in shapes))
+
+    evidence = unwritten(s.batch)
 
     def poison() -> None:
         evidence.logits.fill_(float("nan"))
         evidence.key_norms.fill_(float("nan"))
 
     def call() -> Any:
-        return decode_logits(query, pool.pair, pool.table, plan, scale, evidence)
+        return two_segment_attention(query, pool.pair, pool.pair, pool.table, plan, scale, evidence)
 
     def pairs(got: Any, last: bool) -> Iterator[Pair]:
         own = part(s, last)
         only = SegmentPlan(plan.packed[own].clone(), s.kv_heads)
         only.packed[:, 5] -= own.start
-        kept = new_evidence(len(only.packed), *shape[1:], device=s.device)
-        kept.logits.fill_(float("nan"))
-        kept.key_norms.fill_(float("nan"))
-        want = decode_logits_reference(query[own], pool.pair, pool.table, only, scale, kept)
+        kept = unwritten(len(only.packed))
+        whole = query[own], pool.pair, pool.pair, pool.table
+        want = two_segment_attention_reference(*whole, only, scale, kept)
         yield "output", got[0][own], want[0], ATTENTION_TOLERANCE[s.dtype]
         yield "log-sum-exp", got[1][own], want[1], SCORE_TOLERANCE
         yield "logits", evidence.logits[own], kept.logits, SCORE_TOLERANCE
         yield "key norms", evidence.key_norms[own], kept.key_norms, SCORE_TOLERANCE
 
     entries = sum(s.lengths)
-    moved = entries * (s.entry_bytes + 4 + 4 * (s.heads * window + s.kv_heads))
-    moved += s.batch * (window * s.row_bytes(4) + 24)
-    return Problem(call, pairs, moved, s.product_flops(entries * window), poison)
+    moved = entries * (s.entry_bytes + 4 + 4 * (s.heads + s.kv_heads))
+    moved += s.batch * (s.row_bytes(4) + 24)
+    return Problem(call, pairs, moved, s.product_flops(entries), poison)

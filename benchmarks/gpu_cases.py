@@ -361,7 +361,7 @@ OPERATIONS: tuple[Operation, ...] = (
         (FEW, {**FEW, "slow": 2}),
         (Form("all fast"), Form("one slow request", {"slow": 1}, several=True)),
     ),
-    Operation("decode_logits", slow_step, ({"window": 2}, {"window": 1})),
+    Operation("decode_logits", slow_step),
     Operation("selector_scores", selector, (RANGES,)),
     Operation("stable_top_k", top_k, (FEW,)),
     Operation("pack_segment", pack, (FEW,)),

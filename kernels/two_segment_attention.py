@@ -304,7 +304,6 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
         ("bf16", 4, 1, 16, 128, False, False),
         ("bf16", 4, 1, 16, 128, True, False),
         ("bf16", 4, 1, 16, 128, True, True),
-        ("bf16", 4, 16, 64, 128, True, False),
         ("bf16", 8, 1, 16, 256, True, True),
         ("fp32", 4, 1, 16, 128, True, False),
         ("fp16", 3, 1, 16, 80, False, False),

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import assert_fair
 
-from fathom.kernels.decode_logits import decode_logits, decode_logits_reference, new_evidence, plan_dense
 from fathom.kernels.pack_segment import pack_segment
 from fathom.kernels.paged_attention_cpu import COMPACT_PER_TASK, KEYS_PER_TASK, takes_products
 from fathom.kernels.two_segment_attention import (
@@ -110,19 +109,6 @@ def test_keys_in_parts_of_lines_are_refused():
     skewed = torch.zeros(9300, 2, 40)[..., :32]
     with pytest.raises(ValueError, match=r"whole lines, got strides \(80, 40, 1\)"):
         two_segment_attention(query, (skewed, pool[1]), compact, table, plan, 0.2)
-
-
-def test_decode_logits_equal_reference():
-    query, pool, _, table = problem(16, 4, 2, 32, 32, torch.float32)
-    plan = plan_dense(torch.tensor([2, 0]), torch.tensor([16, 1500]), 2)
-    kept, want_kept = new_evidence(2, 4, 2, 16, 1500), new_evidence(2, 4, 2, 16, 1500)
-    got = decode_logits(query[:2], pool, table, plan, 0.2, kept)
-    want = decode_logits_reference(query[:2], pool, table, plan, 0.2, want_kept)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
-    for i, length in enumerate((16, 1500)):
-        torch.testing.assert_close(kept.logits[i, ..., :length], want_kept.logits[i, ..., :length])
-        torch.testing.assert_close(kept.key_norms[i, :, :length], want_kept.key_norms[i, :, :length])
 
 
 def test_unknown_dtype_is_refused():
