@@ -47,10 +47,8 @@ class ModelShape:
     experts_per_token: int = 1
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], kv_itemsize: int | None = None, weight_itemsize: int | None = None
-    ) -> "ModelShape":
-        """The shape in a Hugging Face ``config.json``; itemsizes from its dtype unless given.
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """The shape in a Hugging Face ``config.json``; itemsizes from its dtype.
 
         Raises:
             ValueError: for latent attention, and for experts that are not the same in all layers.
@@ -69,8 +67,8 @@ class ModelShape:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab=config["vocab_size"],
-            kv_itemsize=kv_itemsize or itemsize,
-            weight_itemsize=weight_itemsize or itemsize,
+            kv_itemsize=itemsize,
+            weight_itemsize=itemsize,
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
         )

@@ -404,9 +404,8 @@ def test_shapes_from_configs():
         "torch_dtype": "bfloat16",
     }
     assert ModelShape.from_config(llama) == LLAMA_8B
-    assert ModelShape.from_config({"text_config": {**llama, "dtype": "float32"}}, kv_itemsize=1) == replace(
-        LLAMA_8B, kv_itemsize=1, weight_itemsize=4
-    )
+    wide = ModelShape.from_config({"text_config": {**llama, "dtype": "float32"}})
+    assert wide == replace(LLAMA_8B, kv_itemsize=4, weight_itemsize=4)
     experts = {**llama, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 80}
     assert ModelShape.from_config(experts) == replace(LLAMA_8B, intermediate=6144, head_dim=80)
     counted = ModelShape.from_config({**experts, "num_experts": 128})
