@@ -17,7 +17,7 @@ import torch
 
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, Policy
-from fathom.runtime.sglang_host import engine_args, process
+from fathom.runtime.sglang_host import engine_args, imports, process
 from fathom.runtime.sglang_host.options import EngineOptions
 
 FLUSH_SECONDS = 30.0
@@ -73,12 +73,13 @@ class OfflineEngine:
     """
 
     def __init__(self, flags: Sequence[str], stock: bool, options: EngineOptions) -> None:
-        server_args = engine_args.build(list(flags), options.depth_span)
-        from sglang.srt.entrypoints.engine import Engine
+        with imports.uncollected():
+            server_args = engine_args.build(list(flags), options.depth_span)
+            from sglang.srt.entrypoints.engine import Engine
 
-        from fathom.runtime.sglang_host import forking, seams
+            from fathom.runtime.sglang_host import forking, seams
 
-        seams.verify("server")
+            seams.verify("server")
         forking.install()
 
         class Ours(Engine):
