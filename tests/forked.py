@@ -29,9 +29,12 @@ IMPORTED = (
 )
 READ_LATE = {
     "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_HEALTH_CHECK_TIMEOUT",
     "SGLANG_MAX_NEW_TOKENS_LIMIT",
     "SGLANG_TEST_RETRACT",
     "SGLANG_TEST_RETRACT_INTERVAL",
+    "http_proxy",
+    "no_proxy",
 }
 """What a fork reads of its own environment; others were read when the template imported SGLang."""
 LOOK = 0.05
@@ -127,9 +130,13 @@ def import_all(first: tuple[str, ...]) -> None:
 
 def read_again() -> None:
     """The members of ``READ_LATE`` that SGLang reads when it is imported."""
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
+    http_server.HEALTH_CHECK_TIMEOUT = int(
+        os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", http_server.HEALTH_CHECK_TIMEOUT)
+    )
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
