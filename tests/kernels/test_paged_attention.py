@@ -1,10 +1,5 @@
 """Attention over page tables: Triton's kernels in its interpreter, the references against PyTorch, splits."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,15 +10,8 @@ from fathom.kernels.paged_decode import paged_decode_reference
 from fathom.kernels.paged_extend import MAX_SPLITS, paged_extend_reference, pick_splits
 
 
-def test_triton_kernels_in_the_interpreter():
-    """In a process of its own: the interpreter is chosen before the kernels are decorated."""
-    script = Path(__file__).with_name("interpret_paged_attention.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "7 decode and 5 extend cases\n"
+def test_triton_kernels_in_the_interpreter(interpret):
+    assert interpret("interpret_paged_attention.py") == "7 decode and 5 extend cases\n"
 
 
 def test_references_are_pytorchs_attention():

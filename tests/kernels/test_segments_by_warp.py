@@ -1,9 +1,5 @@
 """The kernel that keeps evidence of bfloat16 keys: what it takes, and its values in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,15 +40,5 @@ def test_three_programs_must_fit(kib, taken, monkeypatch):
     assert segments_by_warp.takes(torch.device("cuda"), BF16, 1, 4, 128, 128) == taken
 
 
-def test_in_the_interpreter():
-    """In a process of its own: the interpreter is chosen before the kernels are decorated."""
-    script = Path(__file__).with_name("interpret_segments_by_warp.py")
-    run = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "9 comparisons" in run.stdout
+def test_in_the_interpreter(interpret):
+    assert "9 comparisons" in interpret("interpret_segments_by_warp.py")

@@ -1,10 +1,6 @@
 """Two-segment attention, its evidence, and packing: CPU kernels against references; Triton in its interpreter."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -166,12 +162,5 @@ def test_packing_gathers_sink_and_selection_per_head(dtype, layout):
         assert torch.equal(buffer, want)
 
 
-def test_triton_kernels_in_the_interpreter():
-    """In a process of its own: the interpreter is chosen before the kernels are decorated."""
-    script = Path(__file__).with_name("interpret_sfi.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert "24 comparisons" in run.stdout
+def test_triton_kernels_in_the_interpreter(interpret):
+    assert "24 comparisons" in interpret("interpret_sfi.py")
