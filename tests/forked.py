@@ -52,6 +52,14 @@ class Forked:
         told.settimeout(60)
         self.pid = int(told.recv(WIDTH, socket.MSG_WAITALL))
 
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever is left of it ends."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.told.settimeout(timeout)

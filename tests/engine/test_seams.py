@@ -1,9 +1,10 @@
 """The seam ledger against the pinned SGLang, and what happens when a seam breaks."""
 
+import os
 import subprocess
 import sys
-import textwrap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -58,22 +59,10 @@ def test_a_stock_report_is_an_error():
         seams.verify_scheduler_report({"scheduler": "a.FathomScheduler", "worker": "sglang.TpModelWorker"})
 
 
-BREAK_CHILD = """
-    import sys
-    from fathom.runtime.sglang_host import torchvision_ops
-    torchvision_ops.declare()
-    import {module} as module
-    {damage}
-    from fathom.server.cli import main
-    if __name__ == "__main__":
-        sys.exit(main(["serve", {model!r}, "--port", "{port}"]))
-"""
-
-
 @pytest.mark.parametrize(
     ("module", "damage", "names"),
     [
-        # The file is the main module, which every other process begins with: the damage is in all of them.
+        # Every other process is a copy of the server: the damage is in all of them.
         (
             "sglang.srt.managers.scheduler",
             "del module.Scheduler.init_tp_model_worker",
@@ -91,14 +80,14 @@ BREAK_CHILD = """
         ),
     ],
 )
-def test_the_server_refuses_a_broken_seam(tmp_path, tiny_model, module, damage, names):
-    script = tmp_path / "broken.py"
-    code = BREAK_CHILD.format(module=module, damage=damage, model=str(tiny_model), port=free_port())
-    script.write_text(textwrap.dedent(code))
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150)
-    assert ran.returncode == 3, ran.stdout + ran.stderr
-    assert names in ran.stderr
-    assert "Traceback" not in ran.stderr
+def test_the_server_refuses_a_broken_seam(template, tmp_path, tiny_model, module, damage, names):
+    (log := tmp_path / "log").touch()
+    argv = [f"import {module} as module; {damage}", "serve", str(tiny_model), "--port", str(free_port())]
+    with template.start(argv, log, dict(os.environ), Path(__file__).with_name("broken.py")) as process:
+        code = process.wait(150)
+    told = log.read_text()
+    assert code == 3, told
+    assert names in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

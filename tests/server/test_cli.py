@@ -362,7 +362,8 @@ def test_the_draft_is_refused_by_the_command(tmp_path):
 def test_an_unknown_option_is_named_without_pages_of_usage(model, template, tmp_path):
     (log := tmp_path / "log").touch()
     words = ["serve", str(model), "--port", str(free_port()), "--no-such-option"]
-    assert template.start(words, log, dict(os.environ)).wait(60) == 2
+    with template.start(words, log, dict(os.environ)) as process:
+        assert process.wait(60) == 2
     told = "fathom serve: error: unrecognized arguments: --no-such-option"
     assert log.read_text().splitlines() == [f"Fathom is loading {model} ...", told]
 
