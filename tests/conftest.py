@@ -56,15 +56,18 @@ def turn(name: str, alone: bool):
         yield
 
 
-SHARED = (
-    "test_depth_pages.py",
-    "test_parity.py",
-    "test_seeds.py",
-    "test_slow_fast.py",
-    "test_speed.py",
-    "test_storm.py",
-)
-"""Files of the engine's tests that use the same servers: one worker runs them all, another all ``test_http*``."""
+TOGETHER = {
+    "shared": (
+        *("test_depth_pages.py", "test_parity.py", "test_seeds.py"),
+        *("test_slow_fast.py", "test_speed.py", "test_storm.py"),
+    ),
+    "nominal": (
+        *("test_flashinfer_engine.py", "test_lora.py", "test_triton_engine.py"),
+        *("test_tuned.py", "test_two_gpus.py"),
+    ),
+}
+"""Files of the engine's tests that use the same servers, or forks of one process: one worker runs them all. Another
+runs all ``test_http*``."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,7 +80,8 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.partition("::")[0]
             if Path(file).name.startswith("test_http"):
                 return "http"
-            return "shared" if Path(file).name in SHARED else file
+            scopes = (scope for scope, files in TOGETHER.items() if Path(file).name in files)
+            return next(scopes, file)
 
     return ByFile(config, log)
 
