@@ -229,7 +229,7 @@ def command_of(script: Path | None) -> list[str]:
 
 
 def serve(run, template, model, *flags, env=None, script=None, stock=False) -> Server:
-    """Start a server of a model, by a script of the engine's tests or stock SGLang's if asked.
+    """Start a server of a model, by a script of the tests or stock SGLang's if asked.
 
     A new process where imports read the environment, or ask a driver that does not survive a fork.
     """

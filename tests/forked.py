@@ -98,7 +98,7 @@ class Template:
         """``fathom`` with these arguments, as a process with a session of its own that writes to the log.
 
         Args:
-            script: of the engine's tests, whose ``main`` is called in place of the command's.
+            script: of the tests, whose ``main`` is called in place of the command's.
         """
         told = socket.socket(socket.AF_UNIX)
         while True:
