@@ -18,7 +18,6 @@ class Account:
     """Counters of one request; tokens unless said otherwise."""
 
     policy: dict[str, Any] = field(default_factory=dict)
-    prefill_tokens: int = 0  # prompt tokens computed by the target, re-prefills after a retraction included
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
     decode_steps: int = 0
     decode_seconds: float = 0.0  # of the engine's steps that only decoded, whatever the batch
@@ -163,7 +162,6 @@ class RequestLedger:
             account = part.account
             account.hold(part.held)
             if part.prompt_tokens is not None:
-                account.prefill_tokens += part.prompt_tokens
                 account.prefill_steps += 1
                 self.totals["prefill_tokens"] += part.prompt_tokens
                 self.totals["prefill_steps"] += 1
