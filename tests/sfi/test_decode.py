@@ -369,10 +369,10 @@ def test_controls(model, rule, late):
 
 
 def test_thousands_of_tokens(random_model):
-    """The recent window moves past itself 250 times; two layers, half of the tokens in passes over guesses."""
-    model, new, (prompt,) = random_model(2), 4000, prompts([30])
+    """The recent window moves past itself 130 times; two layers, half of the tokens in passes over guesses."""
+    model, new, (prompt,) = random_model(2), 2100, prompts([30])
     want = oracle.generate(model, prompt, new + 8, TRIGGERS, settings())
-    loop = Loop(model, new_state(layers=2, longest=4200), width=400)
+    loop = Loop(model, new_state(layers=2, longest=2300), width=400)
     loop.prefill(0, prompt)
     while (at := len(loop.tokens[0])) < new:
         loop.step([0], {0: want.tokens[at : at + 8]} if at // 50 % 2 else None)
