@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from transformers import AutoTokenizer
 
 from fathom.runtime.draft.pace import Pace
@@ -23,6 +24,13 @@ from fathom.runtime.sglang_host.rows import RowSampler, allows, grammar_mask  # 
 from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
 
 REGEX = "[0-9]{3}"
+
+
+@pytest.fixture(autouse=True)
+def not_compiled():
+    """As in an engine without a GPU, where PyTorch's compiler is off: llguidance has masks applied by it."""
+    with torch._dynamo.config.patch(disable=True):
+        yield
 
 
 @pytest.fixture(scope="module")
