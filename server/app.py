@@ -122,6 +122,7 @@ def launch(
         labels,
         messages,
         ollama,
+        parsers,
         quiet,
         responses,
         templates,
@@ -177,6 +178,7 @@ def launch(
     tool_calls.install()
     tool_arguments.install()
     ollama.install()
+    parsers.install()
     detokenize.install()
     forking.install()
     configure(http_server.app, face, gate, internal_states, look, server_args.served_model_name or "")

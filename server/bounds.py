@@ -13,7 +13,7 @@ import msgspec
 import regex
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.server.refusals import INTERNAL_FIELDS, INTERNAL_SAMPLING_FIELDS, MAX_GENERATIONS
@@ -61,6 +61,7 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
         # Vectors of another width than the model's, a model that is not in bfloat16, or a prompt of token ids in
         # the same batch: each of them ends SGLang's engine.
         raise ValueError("input_embeds is not supported; give the prompt as text or input_ids")
+    _refuse_overrides(obj)
     sampling = obj.sampling_params
     for params in sampling if isinstance(sampling, list) else [sampling]:
         check_sampling(params or {}, vocabulary)
@@ -74,6 +75,40 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     _check_range("max_thinking_tokens", obj.max_thinking_tokens, 0, INT32[1])
     _check_labels(obj.custom_labels, labels)
     _check_host(obj.bootstrap_host)
+
+
+def check_embedding(obj: EmbeddingReqInput, vocabulary: int) -> None:
+    """The same for what is embedded, classified or ranked.
+
+    Raises:
+        ValueError: naming the field and what is legal.
+    """
+    _refuse_overrides(obj)
+    texts, ids, sampling = obj.text, obj.input_ids, obj.sampling_params
+    pairs = isinstance(texts, list) and any(isinstance(text, list) for text in texts)
+    if pairs and not obj.is_cross_encoder_request:
+        raise ValueError("text must be a text or a list of texts")
+    if isinstance(ids, list) and (not ids or any(entry == [] for entry in ids)):
+        raise ValueError("input_ids must have at least one token for each prompt")
+    if isinstance(ids, list) and len({isinstance(entry, list) for entry in ids}) > 1:
+        raise ValueError("input_ids must be a list of token ids, or a list of one such list for each prompt")
+    _check_ids("input_ids", ids, vocabulary)
+    prompts = prompts_of(obj)
+    if isinstance(sampling, list) and len(sampling) != prompts:
+        raise ValueError("sampling_params must be an object, or a list of one for each prompt of several")
+    if obj.rid is not None and isinstance(obj.rid, list) != (prompts is not None):
+        raise ValueError("rid must be a text for one prompt, and a list of them for a list of prompts")
+    if isinstance(obj.rid, list) and len(obj.rid) != prompts:
+        raise ValueError(f"rid must have one value for each of {prompts} prompts, got {len(obj.rid)}")
+    _check_range("priority", obj.priority, *INT32)
+
+
+def _refuse_overrides(obj: GenerateReqInput | EmbeddingReqInput) -> None:
+    """Vectors in the place of tokens: of another width than the model's they end SGLang's engine, and a prompt that
+    comes as embeddings cannot be narrowed.
+    """
+    if obj.positional_embed_overrides is not None or getattr(obj, "embed_overrides", None) is not None:
+        raise ValueError("vectors in the place of tokens (embed_overrides) are not supported")
 
 
 def check_clients(obj: GenerateReqInput) -> None:
@@ -145,7 +180,7 @@ def check_preferred(given: Any, vocabulary: int) -> None:
     SamplingParams(**given).verify(vocabulary)
 
 
-def prompts_of(obj: GenerateReqInput) -> int | None:
+def prompts_of(obj: GenerateReqInput | EmbeddingReqInput) -> int | None:
     """How many prompts a batch has; None for a prompt that is by itself."""
     if obj.text is not None:
         return len(obj.text) if isinstance(obj.text, list) else None

@@ -23,6 +23,7 @@ class Face:
         history: the last generations, for the live page.
         completes_middles: whether the operator has said how a completion with a suffix is asked for.
         packed_weights: whether the engine has packed weights, which nobody can change or read back.
+        tokenizes: whether the server has a tokenizer.
     """
 
     asked: Mapping[str, Any] = field(default_factory=dict)
@@ -31,6 +32,7 @@ class Face:
     history: History = field(default_factory=History)
     completes_middles: bool = False
     packed_weights: bool = False
+    tokenizes: bool = True
 
     def __post_init__(self) -> None:
         self.choice: Choice = self.choose(None)
@@ -47,6 +49,11 @@ class Face:
             PolicyError: for what is illegal or not to be had here.
         """
         return choose(request, self.asked, self.limits, self.tunings)
+
+    def look_at(self, server_args: Any) -> None:
+        """Take in what the operator's options of SGLang leave out."""
+        self.completes_middles = server_args.completion_template is not None
+        self.tokenizes = not server_args.skip_tokenizer_init
 
     def learn(self, limits: Limits) -> None:
         """Take in what the served model allows, and hold what the operator asked for against it.

@@ -23,13 +23,16 @@ from fathom.server.refusals import (
 )
 from fathom.server.responses import STORED
 from fathom.server.routes import (
+    GENERATE,
     GENERATES,
     GENERATION_ROUTES,
     MESSAGES,
     OLLAMA,
     OLLAMA_SHOW,
     OTHER,
+    PROBES,
     RESPONSES,
+    TEXT_ROUTES,
     WEIGHT_ROUTES,
     error_body,
     path_of,
@@ -44,6 +47,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 PACKED = (
     "the weights of this model are packed for the CPU: they can be neither changed nor read while it is served; "
     "start the server again with the new model"
+)
+
+
+UNREADABLE = (
+    "this server has no tokenizer (--skip-tokenizer-init), so that it can read no text and write none; "
+    f"{GENERATE} takes token ids as input_ids"
 )
 
 
@@ -62,7 +71,11 @@ class PolicyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = path_of(scope) if scope["type"] == "http" else ""
-        if path in GENERATION_ROUTES and scope["method"] in ("POST", "PUT"):
+        if path in PROBES and scope["method"] == "HEAD":
+            await self._app({**scope, "method": "GET"}, receive, send)  # the HTTP server leaves the body out
+        elif path in TEXT_ROUTES and not self._face.tokenizes:
+            await send_error(path, RequestError(400, UNREADABLE), send)
+        elif path in GENERATION_ROUTES and scope["method"] in ("POST", "PUT"):
             await self._generate(path, scope, receive, send)
         elif path in GENERATES and scope["method"] in ("POST", "PUT"):
             await self._generate_by_default(path, scope, receive, send)

@@ -26,6 +26,14 @@ GENERATES = (
 )
 """All routes that generate; those beside the first ones run under the server's default policy."""
 
+TEXT_ROUTES = (
+    *(CHAT, COMPLETIONS, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", *OLLAMA, "/invocations"),
+    *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/rerank"),
+)
+"""SGLang's routes that have to read a text or to write one."""
+
+PROBES = ("/health", "/health_generate", "/ready", "/ping")
+
 WEIGHT_ROUTES = (
     "/update_weights_from_disk",
     "/update_weights_from_tensor",

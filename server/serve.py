@@ -83,7 +83,7 @@ def _load(work: Plan) -> tuple[Plan, Any]:
     server_args = _server_args([*work.engine_flags, *draft_flags], work.engine)
     for refuse in (checks.refuse_bypass, checks.refuse_odd_keys, checks.refuse_numbers):
         refuse(server_args)
-    work.face.completes_middles = server_args.completion_template is not None
+    work.face.look_at(server_args)
     return replace(work, engine=_learn_limits(work, server_args)), server_args
 
 

@@ -36,7 +36,6 @@ MOST_LOGGED = 3
 
 ABORT_SECONDS = 2.0
 """After a stream, until what may be left of its work is ended."""
-
 LOADS = 10
 """Times that a request's adapters are loaded again because they were unloaded before it could use them."""
 
@@ -144,11 +143,15 @@ class FathomTokenizerManager(TokenizerManager):
         if self.is_pause and not clients and str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX):
             yield await self.get_internal_state()  # generations wait: any other sign of the engine must do
             return
-        if isinstance(obj, GenerateReqInput):
+        if isinstance(obj, EmbeddingReqInput):
+            bounds.check_embedding(obj, self.model_config.vocab_size)
+        else:
             policy = context.policy if context else Policy()  # no generation route: as SGLang serves it
             try:
                 if clients:
                     bounds.check_clients(obj)
+                elif obj.token_ids_logprob == []:  # of /v1/score
+                    raise ValueError("label_token_ids must not be empty")
                 if context is not None and context.json_schema:
                     constrain(obj, context.json_schema)
                 bounds.check(obj, self.model_config.vocab_size, self._custom_labels)

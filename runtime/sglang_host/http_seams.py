@@ -421,6 +421,20 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "request",
         reads_attributes("last_receive_tstamp"),
     ),
+    *(
+        relies_on(
+            SERVER,
+            f"entrypoints.http_server:{route}",
+            "replace",
+            f"makes its parser by the module's `{parser}`, ours, which tells which there are",
+            "obj request",
+            reads_global(parser),
+        )
+        for route, parser in (
+            ("parse_function_call_request", "FunctionCallParser"),
+            ("separate_reasoning_request", "ReasoningParser"),
+        )
+    ),
     relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager.create_abort_task",

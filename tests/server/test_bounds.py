@@ -3,7 +3,9 @@
 import re
 
 import pytest
-from sglang.srt.managers.io_struct import GenerateReqInput
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from fathom.server import bounds
 
@@ -201,3 +203,50 @@ def test_ordinary_requests_pass():
         input_ids=[0, VOCABULARY - 1], top_logprobs_num=5, logprob_start_len=-1, priority=3
     )
     bounds.check(request, VOCABULARY)
+
+
+EMBEDDED = [
+    ({"input_ids": []}, "input_ids must have at least one token for each prompt"),
+    ({"input_ids": [[5], []]}, "input_ids must have at least one token for each prompt"),
+    ({"input_ids": [[5], 6]}, "input_ids must be a list of token ids, or"),
+    ({"input_ids": [2048]}, "input_ids must be token ids in [0, 2047], got 2048"),
+    ({"input_ids": [[5], [-1]]}, "input_ids must be token ids in [0, 2047], got -1"),
+    ({"text": [["a", "b"]]}, "text must be a text or a list of texts"),
+    ({"text": "a", "sampling_params": [{}]}, "sampling_params must be an object"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params must be an object"),
+    ({"text": "a", "rid": ["r"]}, "rid must be a text for one prompt"),
+    ({"text": ["a", "b"], "rid": "r"}, "rid must be a text for one prompt"),
+    ({"text": ["a", "b"], "rid": ["r"]}, "rid must have one value for each of 2 prompts, got 1"),
+    ({"text": "a", "priority": 2**40}, "priority must be an integer in"),
+    ({"input_ids": [5], "embed_overrides": [[1.0]]}, "vectors in the place of tokens"),
+    ({"input_ids": [5], "positional_embed_overrides": {"a": 1}}, "vectors in the place of tokens"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), EMBEDDED)
+def test_what_no_embedding_could_be_made_of(given, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        bounds.check_embedding(EmbeddingReqInput(**given), VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"text": "a", "rid": "r", "sampling_params": {}},
+        {"text": ["a", "b"], "rid": ["r", "s"], "sampling_params": [{}, {}]},
+        {"text": [["a", "b"], ["a", "c"]], "is_cross_encoder_request": True},
+        {"input_ids": [5, 2047], "priority": 3},
+        {"input_ids": [[5], [6, 7]], "sampling_params": {}},
+        {"text": []},
+    ],
+)
+def test_what_can_be_embedded(given):
+    bounds.check_embedding(EmbeddingReqInput(**given), VOCABULARY)
+
+
+def test_a_prompt_has_no_vectors_in_the_place_of_tokens():
+    """However wide: of another width than the model's, or in a prompt that is narrowed, they end the engine."""
+    overrides = PositionalEmbeds(embeds=[torch.zeros(64)], positions=[0])
+    obj = GenerateReqInput(input_ids=[5, 6], positional_embed_overrides=overrides)
+    with pytest.raises(ValueError, match="vectors in the place of tokens"):
+        bounds.check(obj, VOCABULARY)

@@ -1,11 +1,10 @@
-"""Requests for log-probabilities that the engine refuses after the HTTP process let them through.
-
-Each of them once ended the server for everybody.
-"""
+"""Requests that are refused, most of which once ended the server for everybody, or were a failure of its own."""
 
 import json
 
 import pytest
+
+from fathom.server.routes import PROBES
 
 GENERATE, CHAT = "/generate", "/v1/chat/completions"
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5]}
@@ -146,3 +145,54 @@ def test_the_log_is_not_the_clients(server):
     assert "session id x FORGED does not exist" in log
     assert not any(line.startswith("FORGED") for line in log.splitlines())
     assert "Failed to compile json grammar" in log and "QUOTED" not in log
+
+
+WIDE, NARROW = [0.5] * 64, [0.5] * 3
+
+
+@pytest.mark.parametrize("vector", [WIDE, NARROW], ids=["as wide as the model", "narrower"])
+def test_vectors_in_the_place_of_tokens_end_no_engine(server, vector):
+    before = server.engine()["pid"]
+    query = {"query": [6, *range(10, 90)], "embed_override_token_id": 6, "query_embed_overrides": [vector]}
+    reply = server.client.post(
+        "/v1/score", json={"model": "x", "items": [[8]], "label_token_ids": [5], **query}
+    )
+    assert reply.status_code == 400 and "vectors in the place of tokens" in reply.text
+    assert server.engine()["pid"] == before
+
+
+def test_a_score_of_no_token(server):
+    body = {"model": "x", "query": [6], "items": [[8]], "label_token_ids": []}
+    reply = server.client.post("/v1/score", json=body)
+    assert reply.status_code == 400 and "label_token_ids must not be empty" in reply.text
+
+
+@pytest.mark.parametrize("name", ["nope", None])
+@pytest.mark.parametrize(
+    ("route", "field", "known"),
+    [
+        ("/parse_function_call", "tool_call_parser", "qwen25"),
+        ("/separate_reasoning", "reasoning_parser", "deepseek-r1"),
+    ],
+)
+def test_a_parser_that_is_not_there(server, route, field, known, name):
+    reply = server.client.post(route, json={"text": "x", "tools": [], field: name})
+    assert reply.status_code == 400 and field in reply.text
+    assert name is None or known in reply.text
+    assert server.client.post(route, json={"text": "x", "tools": [], field: known}).status_code == 200
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_a_probe_may_leave_the_body_out(server, path):
+    reply = server.client.head(path)
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
+def test_an_embedding_of_nothing_ends_no_engine(start_server, tiny_model):
+    server = start_server(tiny_model, "--dtype", "float32", "--is-embedding", "--max-total-tokens", "4000")
+    for ids in ([[5], []], [], [9999], [[5], [-1]]):
+        for path, body in (("/v1/embeddings", {"model": "x", "input": ids}), ("/encode", {"input_ids": ids})):
+            reply = server.client.post(path, json=body)
+            assert reply.status_code == 400, reply.text
+    reply = server.client.post("/v1/embeddings", json={"model": "x", "input": [[5], [6, 7]]})
+    assert [len(each["embedding"]) for each in reply.json()["data"]] == [64, 64]

@@ -12,7 +12,17 @@ from fathom.runtime.config import Policy
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import CURRENT, Face, RequestContext, merge
 from fathom.server.echo import splice, with_stop
-from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
+from fathom.server.routes import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    GENERATION_ROUTES,
+    MESSAGES,
+    OLLAMA,
+    PROBES,
+    RESPONSES,
+    TEXT_ROUTES,
+)
 
 ANSWERS = {
     CHAT: b'{"id":"c","choices":[{"finish_reason":"stop"}]}',
@@ -407,3 +417,19 @@ def test_requests_in_parallel_keep_their_own_policy(client, fathom_object):
 
     asyncio.run(everyone())
     assert len({id(context) for context in seen.values()}) == 5
+
+
+@pytest.mark.parametrize("path", TEXT_ROUTES)
+def test_a_server_without_a_tokenizer_says_so(path, client):
+    caller = client((1, b"{}"), Face(tokenizes=False))
+    reply = caller.call(path, {"model": "m", "prompt": [5]})
+    assert reply.status == 400 and not caller.inner.bodies
+    told = reply.json["error"] if path in OLLAMA else message_of(path, reply.json)
+    assert "--skip-tokenizer-init" in told
+    assert caller.call(GENERATE, {"input_ids": [5]}).status == 200
+
+
+def test_these_are_routes_of_sglangs():
+    from sglang.srt.entrypoints.http_server import app
+
+    assert {*TEXT_ROUTES, *PROBES} <= {getattr(route, "path", None) for route in app.routes}
