@@ -93,6 +93,8 @@ REFUSED_ENVIRONMENT = {
     "SGLANG_GRPC_PORT": _GRPC,
 }
 
+CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+
 
 def add_refused(parser: argparse.ArgumentParser) -> None:
     """Let ``parser`` recognise the refused options; their names are absent where they are not given."""
@@ -128,6 +130,11 @@ def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ
     for name, reason in REFUSED_ENVIRONMENT.items():
         if environment.get(name, "").lower() not in ("", "0", "false", "no", "n"):
             raise StartError(f"the environment variable {name} is not supported: {reason}")
+    if environment.get(CPU_ENGINE) == "1" and find_spec("sgl_kernel") is None:
+        raise StartError(
+            f"the environment variable {CPU_ENGINE} asks for SGLang's own kernels for CPUs (sgl_kernel), which are "
+            "not installed; Fathom needs none of them: leave it unset"
+        )
 
 
 def refuse_abbreviations(words: Iterable[str], options: Collection[str]) -> None:

@@ -134,7 +134,16 @@ NO_COPIES = Rule(
     "no --hicache-storage-backend",
     "it copies KV by slot, which depth pages do not have",
 )
-ANYWHERE = ROWS_TOGETHER, NOTHING_BY_SLOT, NO_COPIES, ONE_COPY, ONE_STAGE, WIDE_KV, OWN_DRAFT, KV_BY_TOKEN
+NO_CANARY = Rule(
+    (),
+    lambda args: args.kv_canary == "none",
+    "no --kv-canary",
+    "it knows other pools of KV than theirs",
+)
+ANYWHERE = (
+    *(ROWS_TOGETHER, NOTHING_BY_SLOT, NO_COPIES, NO_CANARY, ONE_COPY, ONE_STAGE),
+    *(WIDE_KV, OWN_DRAFT, KV_BY_TOKEN),
+)
 """Asked for on a CPU too."""
 
 CPU_RULES = (
@@ -153,6 +162,12 @@ CPU_RULES = (
         lambda args: not (args.enable_torch_compile or args.enable_forward_pass_metrics),
         "neither --enable-torch-compile nor --enable-forward-pass-metrics",
         "SGLang has them for GPUs",
+    ),
+    Rule(
+        (),
+        lambda args: args.offload_group_size <= 0 and args.weight_cache_mode == "off",
+        "neither --offload-group-size nor --weight-cache-mode",
+        "weights are in the memory that computes",
     ),
     *ANYWHERE,
 )
@@ -302,6 +317,20 @@ def with_gpu_rules(argv: list[str]) -> list[str]:
     ]
 
 
+DETERMINISTIC = "--enable-deterministic-inference"
+
+
+def _refuse_deterministic(argv: list[str]) -> None:
+    """Before SGLang does, by a message about an attention backend that it was not given.
+
+    Raises:
+        ValueError: where it is asked for.
+    """
+    if DETERMINISTIC in argv:
+        why = "the rounding of its sums depends on what else is in a batch"
+        raise ValueError(f"KV in depth pages cannot be had with {DETERMINISTIC}: {why}")
+
+
 def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
     """Refuse arguments under which depth pages would not work.
 
@@ -358,9 +387,10 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
     if isinstance(current_platform, FathomCudaPlatform):
         if TRITON_BACKEND not in ATTENTION_BACKEND_CHOICES:
             add_attention_backend_choices([TRITON_BACKEND])
-        args = prepare_server_args(with_gpu_rules(argv))
-        args.resolve_once()
         try:
+            _refuse_deterministic(argv)
+            args = prepare_server_args(with_gpu_rules(argv))
+            args.resolve_once()
             check_rules(resolved_view(args), GPU_RULES, "KV in depth pages")
         except ValueError as error:
             raise ValueError(f"{error} (--no-gpu-depth-pages serves dense, by SGLang's own path)") from None
@@ -368,9 +398,10 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
     if os.getenv(GPU_DEPTH_PAGES, "0") == "1":
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
+        _refuse_deterministic(argv)
         args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv), depth_span, shallow_factor))
         check_rules(args, CPU_RULES, "KV in depth pages without a GPU")
-        if args.enable_lora or args.lora_paths:
+        if args.enable_lora or args.lora_paths or args.enable_lora_overlap_loading:
             check_rules(args, CPU_LORA_RULES, "LoRA without a GPU")
         return args
     return prepare_server_args(argv)

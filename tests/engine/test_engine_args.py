@@ -103,11 +103,25 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         (("--enable-torch-compile",), r"neither --enable-torch-compile nor .*: SGLang has them for GPUs"),
         (("--enable-forward-pass-metrics",), r"nor --enable-forward-pass-metrics: SGLang has them for GPUs"),
         (("--enable-return-routed-experts",), r"no --enable-return-routed-experts: .* more slots"),
+        (("--kv-canary", "log"), r"no --kv-canary: it knows other pools"),
+        (("--offload-group-size", "2"), r"neither --offload-group-size nor .*: weights are in the memory"),
+        (("--weight-cache-mode", "daemon"), r"nor --weight-cache-mode: weights are in the memory"),
     ],
 )
 def test_what_depth_pages_do_not_go_with_is_refused(tiny_model, flags, told):
     with pytest.raises(ValueError, match=f"KV in depth pages without a GPU needs .*{told}"):
         engine_args.build(["--model-path", str(tiny_model), *flags])
+
+
+def test_what_is_not_deterministic_is_refused_by_its_name(tiny_model):
+    """SGLang refuses an attention backend then, which nobody gave."""
+    with pytest.raises(ValueError, match=r"cannot be had with --enable-deterministic-inference: .* rounding"):
+        engine_args.build(["--model-path", str(tiny_model), "--enable-deterministic-inference"])
+
+
+def test_adapters_are_not_loaded_beside_a_gpu_that_is_not_there(tiny_model):
+    with pytest.raises(ValueError, match="LoRA without a GPU needs no --enable-lora-overlap-loading"):
+        engine_args.build(["--model-path", str(tiny_model), "--enable-lora-overlap-loading"])
 
 
 def test_another_layout_of_kv_is_refused(tiny_model, monkeypatch):

@@ -157,6 +157,10 @@ def test_the_environment_must_not_bypass_us(capsys, monkeypatch):
             patch.setenv(name, "1")
             assert cli.main(["serve", "x"]) == 2
             assert f"the environment variable {name} is not supported" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        assert cli.main(["serve", "x"]) == 2
+        assert "SGLANG_USE_CPU_ENGINE asks for SGLang's own kernels" in capsys.readouterr().err
     monkeypatch.setenv("SGLANG_RUST_SERVER", "false")
     assert cli.main(["serve", "/no/such"]) == 2
     assert "no such folder" in capsys.readouterr().err
