@@ -10,6 +10,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from fastapi import Response
+from pydantic import BaseModel
+
 from fathom.server.context import CURRENT
 
 LONG = 1 << 16
@@ -24,6 +27,7 @@ def install() -> None:
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+    from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize, OpenAIServingTokenize
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     tokenize = TokenizerManager._tokenize_texts
@@ -70,6 +74,30 @@ def install() -> None:
     OpenAIServingChat.handle_request = chat
     AnthropicServing._handle_non_streaming, AnthropicServing._handle_streaming = message, message_stream
     OpenAIServingResponses._make_request = response
+    AnthropicServing.handle_count_tokens = whole_aside(AnthropicServing.handle_count_tokens)
+    for owner in (OpenAIServingTokenize, OpenAIServingDetokenize):
+        owner._handle_non_streaming_request = whole_aside(owner._handle_non_streaming_request)
+
+
+def whole_aside(handle: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method that answers a request, the last of its arguments, and waits for nothing: aside, if it is long."""
+
+    async def handled(self: Any, *request: Any) -> Any:
+        length = request[-1].headers.get("content-length")
+        if length is not None and int(length) < LONG:
+            return await handle(self, *request)
+        return await aside(written, handle, self, *request)
+
+    return handled
+
+
+def written(handle: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+    """The answer of a handler that waits for nothing. What is no response yet becomes one: FastAPI would go through
+    each of its token ids on the event loop."""
+    answer = finished(handle, *args)
+    if not isinstance(answer, BaseModel):
+        return answer
+    return Response(answer.model_dump_json(by_alias=True), media_type="application/json")
 
 
 async def aside(function: Callable[..., _Result], *args: Any) -> _Result:

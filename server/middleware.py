@@ -132,7 +132,7 @@ class PolicyMiddleware:
         except RequestError as error:
             await send_error(path, error, send)
             return
-        token = CURRENT.set(RequestContext(OTHER, self._face.default, received_time))
+        token = CURRENT.set(RequestContext(OTHER, self._face.default, received_time, body_bytes=len(body)))
         try:
             await self._app(scope, replay(body, receive), send)
         except Exception as error:

@@ -18,7 +18,8 @@ from sglang.srt.entrypoints.ollama.protocol import (
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from fathom.server.context import Conversation
+from fathom.server.aside import LONG, aside
+from fathom.server.context import CURRENT, Conversation
 from fathom.server.errors import clean, in_names_of
 from fathom.server.protect import judged, protected
 from fathom.server.routes import OLLAMA
@@ -73,14 +74,21 @@ class FathomOllamaServing(OllamaServing):
             return OllamaChatResponse(**self._head(), **said(""), done_reason="load")
         tokenizer = self.tokenizer_manager.tokenizer
         messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        try:
-            prompt = tokenizer.apply_chat_template(
+
+        def render() -> list[int]:
+            prompt: list[int] = tokenizer.apply_chat_template(
                 messages, tokenize=True, add_generation_prompt=True, return_dict=False
             )
+            if (context := judged()) is not None:
+                context.protected = protected(tokenizer, Conversation(messages), prompt)
+            return prompt
+
+        context = CURRENT.get()
+        try:
+            long = context is not None and context.body_bytes >= LONG
+            prompt = await aside(render) if long else render()
         except jinja2.TemplateError as error:
             return _refusal(ValueError(f"the chat template does not take these messages: {error}"))
-        if (context := judged()) is not None:
-            context.protected = protected(tokenizer, Conversation(messages), prompt)
         sampling = self._convert_options_to_sampling_params(with_format(request).options)
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=request.stream)
         answer = self._stream_chat_response if request.stream else self._generate_chat_response

@@ -358,7 +358,7 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         SERVER,
         "entrypoints.anthropic.serving:AnthropicServing.handle_count_tokens",
         "replace",
-        "a conversation of no messages is the client's mistake",
+        "a conversation of no messages is the client's mistake; a long one is counted beside the event loop",
         "request raw_request",
     ),
     relies_on(
@@ -459,6 +459,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
                 "entrypoints.openai.serving_responses:OpenAIServingResponses._make_request",
                 "long responses' chats become prompts beside the event loop, and it waits for nothing",
                 "request prev_response tokenizer",
+            ),
+            *(
+                (
+                    f"entrypoints.openai.serving_tokenize:OpenAIServing{name}._handle_non_streaming_request",
+                    "answers long requests beside the event loop, and waits for nothing",
+                    "adapted_request request raw_request",
+                )
+                for name in ("Tokenize", "Detokenize")
             ),
         )
     ),

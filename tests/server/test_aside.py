@@ -7,20 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaMessage
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize, OpenAIServingTokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from fathom.runtime.config import Policy
 from fathom.server import aside
 from fathom.server.context import CURRENT, RequestContext
+from fathom.server.ollama import FathomOllamaServing
 
 PADDING = "x" * aside.LONG
 REPLACED = {
     TokenizerManager: ("_tokenize_texts",),
     OpenAIServingChat: ("_convert_to_internal_request", "handle_request"),
-    AnthropicServing: ("_handle_non_streaming", "_handle_streaming"),
+    AnthropicServing: ("_handle_non_streaming", "_handle_streaming", "handle_count_tokens"),
     OpenAIServingResponses: ("_make_request",),
+    OpenAIServingTokenize: ("_handle_non_streaming_request",),
+    OpenAIServingDetokenize: ("_handle_non_streaming_request",),
 }
 
 
@@ -70,9 +75,43 @@ async def response(slow):
     return await OpenAIServingResponses.__new__(OpenAIServingResponses)._make_request(slow, None, None)
 
 
+LONG_REQUEST = SimpleNamespace(headers={"content-length": str(aside.LONG)})
+
+
+async def tokenized(slow):
+    owner = OpenAIServingTokenize.__new__(OpenAIServingTokenize)
+    return await owner._handle_non_streaming_request(None, slow, LONG_REQUEST)
+
+
+async def detokenized(slow):
+    owner = OpenAIServingDetokenize.__new__(OpenAIServingDetokenize)
+    return await owner._handle_non_streaming_request(None, slow, SimpleNamespace(headers={}))
+
+
+async def counted(slow):
+    return await Message().handle_count_tokens(slow, LONG_REQUEST)
+
+
+async def ollamas_chat(slow):
+    made = FathomOllamaServing.__new__(FathomOllamaServing)
+    tokenizer = SimpleNamespace(apply_chat_template=lambda *_, **__: slow())
+    made.tokenizer_manager = SimpleNamespace(tokenizer=tokenizer, served_model_name="m")
+
+    async def answer(asked, *_):
+        return asked.input_ids
+
+    made._generate_chat_response = answer
+    message = OllamaMessage(role="user", content="a")
+    return await made.handle_chat(OllamaChatRequest(model="m", messages=[message], stream=False), None)
+
+
 @pytest.mark.parametrize(
     ("ask", "expected"),
     [
+        (tokenized, 7),
+        (detokenized, 7),
+        (counted, 7),
+        (ollamas_chat, 7),
         (tokens, ([7], None)),
         (chat, SimpleNamespace(made=7)),
         (message, SimpleNamespace(made=7)),
@@ -95,11 +134,20 @@ def test_the_loop_goes_on(monkeypatch, ask, expected):
     async def make(self, request, prev_response, tokenizer):
         return request()
 
+    async def count(self, request, raw_request):
+        return request()
+
+    async def tokenize(self, adapted_request, request, raw_request):
+        return request()
+
     for owner, names in REPLACED.items():
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(OpenAIServingChat, "_convert_to_internal_request", convert)
     monkeypatch.setattr(OpenAIServingResponses, "_make_request", make)
+    monkeypatch.setattr(AnthropicServing, "handle_count_tokens", count)
+    for owner in (OpenAIServingTokenize, OpenAIServingDetokenize):
+        monkeypatch.setattr(owner, "_handle_non_streaming_request", tokenize)
     aside.install()
 
     async def both():
@@ -161,7 +209,16 @@ def bodies(padded):
         metadata | {"model": "tiny", "messages": chat[1:], "temperature": 0, "max_tokens": 6},
     )
     yield "/v1/messages", metadata | {"model": "tiny", "messages": chat[1:] * 3000, "max_tokens": 6}
+    for route in ("/tokenize", "/v1/messages/count_tokens"):
+        yield route, common | {"messages": chat[1:]}
+    yield "/detokenize", common | {"tokens": [[5, 6], [7]]}
     yield "/v1/responses", common | {"input": "Who is Lena?", "max_output_tokens": 6}
+
+
+TOLD = (
+    *("message", "error", "content", "stop_reason"),
+    *("tokens", "count", "max_model_len", "input_tokens", "text"),
+)
 
 
 def told(answer):
@@ -169,7 +226,7 @@ def told(answer):
     content = answer.json()
     return (
         answer.status_code,
-        [content.get(name) for name in ("message", "error", "content", "stop_reason")],
+        [content.get(name) for name in TOLD],
         [choice.get("message", choice.get("text")) for choice in content.get("choices", ())],
         [item.get("content") for item in content.get("output", ())],
     )
