@@ -29,6 +29,7 @@ def install(options: EngineOptions) -> None:
         rope_overrides,
         seeds,
         stop_patterns,
+        unsound,
     )
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
@@ -45,6 +46,7 @@ def install(options: EngineOptions) -> None:
     adapter_files.install()
     penalties.install(ours)
     stop_patterns.install()
+    unsound.install()
     if ours:
         from sglang.srt.mem_cache import registry
 

@@ -1,4 +1,6 @@
-"""The seams of sampling: seeds, penalties, log-probabilities."""
+"""The seams of sampling: seeds, penalties, log-probabilities, logits that are no numbers."""
+
+import inspect
 
 from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
 
@@ -56,6 +58,44 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         "takes log-probabilities from logits in deterministic mode",
         None,
         reads_attributes("enable_deterministic log_softmax"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.sampler:Sampler.forward",
+        "override",
+        "marks rows whose logits are no numbers",
+        "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+        reads_attributes("next_token_logits"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.utils:GenerationBatchResult.copy_to_cpu",
+        "replace",
+        "takes those marks along to the host",
+        "return_logprob return_hidden_states",
+        lambda f: reads_attributes("logits_output copy_done")(inspect.unwrap(f)),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.utils:_async_d2h",
+        "call",
+        "copies to the host without a wait",
+        "t",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:Req.update_finish_state",
+        "read",
+        "ends a request for the reason in to_finish, before any other",
+        "new_accepted_len",
+        reads_attributes("to_finish finished_reason"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "mem_cache.common:release_kv_cache",
+        "read",
+        "puts nothing into the prefix cache where skip_radix_cache_insert says so",
+        check=reads_attributes("skip_radix_cache_insert"),
     ),
     relies_on(
         SCHEDULER,

@@ -29,6 +29,7 @@ from fathom.runtime.sglang_host import (
     redact,
     seams,
     split_prefill,
+    unsound,
 )
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
@@ -205,6 +206,7 @@ class FathomScheduler(Scheduler):
         if output is not None and (chosen := output.next_token_token_ids_logprobs_val):
             # SGLang has a list for a request that named no ids, and takes it for a tensor.
             output.next_token_token_ids_logprobs_val = [torch.as_tensor(values) for values in chosen]
+        unsound.end(batch, output)
         if batch.is_prefill_only:
             for req in batch.reqs:
                 req.grammar = None  # SGLang sampled nothing, and would ask it for token 0

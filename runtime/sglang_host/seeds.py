@@ -23,6 +23,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.kernels.sampling_cpu import draw_seeded_cpu
 from fathom.runtime.sampling import draw, filtered
+from fathom.runtime.sglang_host import unsound
 from fathom.runtime.staging import send
 
 BACKENDS = ("pytorch", "flashinfer")
@@ -42,6 +43,10 @@ class SeededSampler(sampler.Sampler):
     def __init__(self) -> None:
         super().__init__()
         self.enable_deterministic = True
+
+    def forward(self, logits_output: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        unsound.mark(logits_output)
+        return super().forward(logits_output, *args, **kwargs)
 
     def _sample_from_probs(
         self,

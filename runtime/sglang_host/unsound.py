@@ -1,0 +1,53 @@
+"""A request whose logits are no numbers ends with an error.
+
+Where a model's weights or activations overflow, SGLang puts out any tokens, with status 200. The rows are marked on
+the device beside the tokens, and reach the host in the same copy: nothing waits for them.
+"""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from sglang.srt.managers import utils
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+logger = logging.getLogger(__name__)
+
+REASON = "the model's logits are no numbers (NaN or infinite)"
+MARKS = "unsound"
+"""The member of SGLang's output of logits that holds the marks."""
+
+_copy_to_cpu = GenerationBatchResult.copy_to_cpu
+
+
+def mark(output: Any) -> None:
+    """Mark the rows of an output whose logits no token can be taken from, before the sampler writes over them."""
+    setattr(output, MARKS, ~(output.next_token_logits.amax(-1) < float("inf")))
+
+
+def copy_to_cpu(self: GenerationBatchResult, *args: Any, **kwargs: Any) -> None:
+    """SGLang's copy of a result to the host, with the marks."""
+    marks = getattr(self.logits_output, MARKS, None)
+    if isinstance(marks, torch.Tensor):
+        setattr(self.logits_output, MARKS, utils._async_d2h(marks))
+    _copy_to_cpu(self, *args, **kwargs)
+
+
+def end(batch: ScheduleBatch, output: Any) -> None:
+    """End the requests of a step, whose result is on the host, that have marked rows; nobody finds their KV."""
+    marks = getattr(output, MARKS, None)
+    if marks is None or len(marks) != len(batch.reqs):
+        return
+    for request, marked in zip(batch.reqs, marks.tolist(), strict=True):
+        over = request.finished() or request.is_retracted or request.inflight_middle_chunks > 0
+        if marked and not over and request.beam_group is None:
+            logger.error("request %r: %s", request.rid[:80], REASON)
+            request.to_finish = FINISH_ABORT(REASON, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+            request.skip_radix_cache_insert = True
+
+
+def install() -> None:
+    """Put the copy in SGLang's place."""
+    GenerationBatchResult.copy_to_cpu = copy_to_cpu
