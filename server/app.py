@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from fathom.runtime import config
 from fathom.runtime.sglang_host.options import EngineOptions
-from fathom.server import errors, protect
+from fathom.server import decompression, errors, protect
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
 from fathom.server.live import HEADERS, REFRESH_SECONDS, Live
@@ -40,9 +40,12 @@ def configure(
         look: called before metrics are collected.
         model_name: name under which the model is served.
     """
-    # Last is innermost: after authentication and decompression, and inside CORS.
+    decompresses = decompression.take(app)
+    # Last is innermost: after authentication, and inside CORS.
     app.user_middleware.append(Middleware(Scrapes, look=look))
     app.user_middleware.append(Middleware(AdmissionMiddleware, gate=gate))
+    if decompresses:
+        app.user_middleware.append(decompression.bounded(gate.max_body_bytes))
     app.user_middleware.append(Middleware(PolicyMiddleware, face=face, model_name=model_name))
     errors.install(app)
 

@@ -437,6 +437,12 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.http_request_decompression:RequestDecompressionMiddleware",
+        "replace",
+        "is found by its name among the middleware, and taken away for a bounded one",
+    ),
+    relies_on(
+        SERVER,
         "managers.tokenizer_manager:TokenizerManager.create_abort_task",
         "override",
         "the end of a stream ends no other request with its id; one for an Ollama stream",
