@@ -26,6 +26,8 @@ INTERNAL_SAMPLING_FIELDS = (
 MAX_GENERATIONS = 128
 """Most answers that one prompt may ask for (``n``), and most beams: OpenAI's limit for ``n``."""
 
+THINKING = "max_thinking_tokens"
+
 WITHOUT_EFFECT = ("tools", "images", "suffix", "template", "context", "logprobs")
 """Members of Ollama's requests."""
 
@@ -52,6 +54,8 @@ def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
     _refuse_private(content)
     if path == GENERATE:
         _refuse_internal(content)
+    elif content.get(THINKING) is not None:
+        raise RequestError(400, f"{THINKING} cannot be had on this route; it can on {GENERATE}", THINKING)
     if path == RESPONSES:
         _refuse_response(content)
     _refuse_count(content)

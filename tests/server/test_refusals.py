@@ -192,3 +192,15 @@ def test_a_compressed_body_is_told_apart_from_broken_json(client, path):
         told = reply.json.get("error", reply.json)
         assert "content-encoding 'gzip' is not supported" in (told if path in OLLAMA else told["message"])
     assert client((0, b"{}")).call(path, {}, headers=[(b"content-encoding", b"identity")]).status == 200
+
+
+@pytest.mark.parametrize("route", [route for route in GENERATION_ROUTES if route != GENERATE])
+def test_a_budget_for_thinking_is_not_passed_over(client, route):
+    """SGLang's other routes do not hand it on."""
+    caller = client((1, b"{}"))
+    reply = caller.call(route, {"model": "m", "max_thinking_tokens": 5})
+    assert reply.status == 400 and not caller.inner.bodies
+    assert "max_thinking_tokens cannot be had on this route" in message_of(route, reply.json)
+    for body in ({"max_thinking_tokens": None}, {}):
+        assert caller.call(route, {"model": "m", **body}).status == 200
+    assert caller.call(GENERATE, {"text": "a", "max_thinking_tokens": 5}).status == 200
