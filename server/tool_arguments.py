@@ -5,6 +5,10 @@ writes, of some thousand tokens, each of the last ones took milliseconds from ev
 
 And a Llama's call that is JSON is read as JSON. SGLang takes it for a Python dictionary first and changes its
 quotes, those within texts too, after which a text that holds such a dictionary is read no further.
+
+Of Mistral's calls in one array SGLang streams the first, and the others as text; and it takes every ``]`` out of an
+answer without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
+Python), SGLang looks for its end from its beginning, with each piece.
 """
 
 from typing import Any
@@ -13,10 +17,15 @@ import jiter
 from partial_json_parser.core.options import Allow
 from sglang.srt.function_call import base_format_detector
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.llama32_detector import Llama32Detector
+from sglang.srt.function_call.mistral_detector import MistralDetector
+from sglang.srt.function_call.pythonic_detector import PythonicDetector
 
 _read = base_format_detector._partial_json_loads
 _increment = Llama32Detector.parse_streaming_increment
+_mistrals = MistralDetector.parse_streaming_increment
+_pythonic = PythonicDetector.parse_streaming_increment
 
 
 def install() -> None:
@@ -24,6 +33,8 @@ def install() -> None:
     base_format_detector._partial_json_loads = read
     base_format_detector._find_common_prefix = common_prefix
     Llama32Detector.parse_streaming_increment = increment
+    MistralDetector.parse_streaming_increment = of_mistral
+    PythonicDetector.parse_streaming_increment = of_python
 
 
 def increment(self: Any, new_text: str, tools: Any) -> Any:
@@ -34,6 +45,60 @@ def increment(self: Any, new_text: str, tools: Any) -> Any:
     self.of_python = getattr(self, "of_python", False) or call.startswith("{'")
     of = _increment if self.of_python else BaseFormatDetector.parse_streaming_increment
     return of(self, new_text, tools)
+
+
+def of_mistral(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for Mistral, to the end of an array of calls, and of a text without calls all of it."""
+    text = self._buffer + new_text
+    if getattr(self, "within_array", False) and not self.current_tool_name_sent:
+        rest = text.lstrip()
+        if rest.startswith("]"):
+            self.within_array, self._buffer = False, ""
+            return of_mistral(self, rest[1:], tools)
+        if not rest.lstrip(", \t\r\n"):
+            self._buffer = rest
+            return StreamingParseResult()
+        if rest.startswith(","):
+            self._buffer, new_text = self.tool_call_separator + rest[1:].lstrip(), ""
+        else:
+            self.within_array = False
+    if getattr(self, "within_array", False):
+        return BaseFormatDetector.parse_streaming_increment(self, new_text, tools)
+    if self._tool_calls_marker not in text and not self._ends_with_partial_token(
+        text, self._tool_calls_marker
+    ):
+        self._buffer = ""
+        return StreamingParseResult(normal_text=text)
+    compact = "[ARGS" in self._buffer and self.bot_token not in text
+    if compact and waits(self, new_text, "]}"):
+        return StreamingParseResult()
+    calls, array = self.current_tool_id, text.startswith(self.bot_token)
+    found = whole_or_nothing(self, _mistrals, new_text, tools)
+    self.within_array = array and self.current_tool_id > max(calls, 0)
+    return found
+
+
+def of_python(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for calls that are Python."""
+    if self._buffer.startswith("[") and waits(self, new_text, "]"):
+        return StreamingParseResult()
+    return whole_or_nothing(self, _pythonic, new_text, tools)
+
+
+def waits(self: Any, new_text: str, closing: str) -> bool:
+    """Whether a call that had no end yet has none with this text either, which is kept then."""
+    if not getattr(self, "unended", False) or any(mark in new_text for mark in closing):
+        return False
+    self._buffer += new_text
+    return True
+
+
+def whole_or_nothing(self: Any, increment: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """What SGLang finds with one more text; if that is nothing, and all is kept, no call has an end yet."""
+    text = self._buffer + new_text
+    found: StreamingParseResult = increment(self, new_text, tools)
+    self.unended = not found.calls and not found.normal_text and self._buffer == text
+    return found
 
 
 def read(text: str, flags: Allow) -> tuple[Any, int]:

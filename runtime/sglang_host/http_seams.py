@@ -292,48 +292,6 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
-        "function_call.function_call_parser:FunctionCallParser.parse_stream_chunk",
-        "replace",
-        "takes one step of a tool call, of a text or of none",
-        "chunk_text",
-        reads_attributes("parse_streaming_increment"),
-    ),
-    relies_on(
-        SERVER,
-        "function_call.json_array_parser:JsonArrayParser.parse_streaming_increment",
-        "replace",
-        "the same where a grammar makes the call",
-        "new_text tools",
-    ),
-    *(
-        relies_on(
-            SERVER,
-            "function_call.base_format_detector:BaseFormatDetector.parse_streaming_increment",
-            "replace",
-            f"reads arguments by the module's `{name}`, ours, which does not go through all of them in Python",
-            "new_text tools",
-            reads_global(name),
-        )
-        for name in ("_partial_json_loads", "_find_common_prefix")
-    ),
-    relies_on(
-        SERVER,
-        "function_call.llama32_detector:Llama32Detector.parse_streaming_increment",
-        "replace",
-        "a call that is JSON is read as JSON",
-        "new_text tools",
-        reads_attributes("_buffer parse_streaming_increment"),
-    ),
-    relies_on(
-        SERVER,
-        "entrypoints.openai.serving_chat:OpenAIServingChat._tool_call_parsing_active",
-        "replace",
-        "reads calls that a grammar made, which needs no parser",
-        "request",
-        reads_attributes("tool_choice _effective_tools tool_call_parser"),
-    ),
-    relies_on(
-        SERVER,
         "entrypoints.openai.serving_chat:OpenAIServingChat._process_logprobs_tokens",
         "replace",
         "gives each token of a stream's event its own alternatives",
@@ -420,20 +378,6 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "asks for a generation and takes any sign of the engine, also while it is paused",
         "request",
         reads_attributes("last_receive_tstamp"),
-    ),
-    *(
-        relies_on(
-            SERVER,
-            f"entrypoints.http_server:{route}",
-            "replace",
-            f"makes its parser by the module's `{parser}`, ours, which tells which there are",
-            "obj request",
-            reads_global(parser),
-        )
-        for route, parser in (
-            ("parse_function_call_request", "FunctionCallParser"),
-            ("separate_reasoning_request", "ReasoningParser"),
-        )
     ),
     relies_on(
         SERVER,

@@ -28,6 +28,7 @@ from fathom.runtime.sglang_host.seam import (
     relies_on,
 )
 from fathom.runtime.sglang_host.split_seams import SPLIT_SEAMS
+from fathom.runtime.sglang_host.tool_seams import TOOL_SEAMS
 
 SGLANG_VERSION = "0.5.20"
 
@@ -367,6 +368,7 @@ LEDGER: tuple[Seam, ...] = (
     *GPU_SEAMS,
     *HTTP_SEAMS,
     *SPLIT_SEAMS,
+    *TOOL_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,8 @@ from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
 from sglang.srt.function_call import base_format_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 from sglang.srt.function_call.llama32_detector import Llama32Detector  # noqa: E402
+from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
+from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
 
 from fathom.server import tool_arguments  # noqa: E402
 
@@ -66,7 +69,8 @@ def test_what_two_texts_begin_with(one, other):
 def with_ours(monkeypatch):
     """Installs our functions; what is SGLang's comes back."""
     places = [(base_format_detector, name) for name in ("_partial_json_loads", "_find_common_prefix")]
-    for place, name in [*places, (Llama32Detector, "parse_streaming_increment")]:
+    detectors = Llama32Detector, MistralDetector, PythonicDetector
+    for place, name in [*places, *((detector, "parse_streaming_increment") for detector in detectors)]:
         monkeypatch.setattr(place, name, getattr(place, name))
     return tool_arguments.install
 
@@ -127,3 +131,100 @@ def test_a_call_of_a_llama_that_is_a_dictionary(with_ours):
     stock = items_of("llama3", text)
     with_ours()
     assert items_of("llama3", text) == stock and arguments_in(stock)
+
+
+OURS = (
+    (base_format_detector, "_partial_json_loads", tool_arguments.read),
+    (base_format_detector, "_find_common_prefix", tool_arguments.common_prefix),
+    (MistralDetector, "parse_streaming_increment", tool_arguments.of_mistral),
+    (PythonicDetector, "parse_streaming_increment", tool_arguments.of_python),
+)
+
+
+@contextmanager
+def ours_in_place():
+    """For one example of hypothesis, which takes no fixture for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in OURS:
+            patch.setattr(*place)
+        yield
+
+
+TOOLS = [Tool(type="function", function={"name": name, "parameters": {"type": "object"}}) for name in "fg"]
+CALLS = st.lists(
+    st.tuples(st.sampled_from("fg"), st.dictionaries(TEXTS, TEXTS | st.integers(-5, 5), max_size=2)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def streamed(parser, text, cuts):
+    """The text and the calls (name, arguments) of a stream in pieces, each read to its end."""
+    read = FunctionCallParser(TOOLS, parser)
+    said, calls = "", {}
+    for begin, end in pairwise([0, *sorted({cut % len(text) for cut in cuts}), len(text)]):
+        piece, more = text[begin:end], True
+        while more:
+            more = False
+            normal, found = read.parse_stream_chunk(piece)
+            piece, said = "", said + (normal or "")
+            for item in found:
+                more = True
+                name, arguments = calls.get(item.tool_index, ("", ""))
+                calls[item.tool_index] = (name + (item.name or ""), arguments + item.parameters)
+            more = more or bool(normal)
+    return said, [calls[index] for index in sorted(calls)]
+
+
+CUTS = st.lists(st.integers(0, 10**6), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CALLS, CUTS, st.sampled_from([", ", ",", " ,\n "]), st.booleans())
+def test_all_of_mistrals_calls_are_streamed(calls, cuts, between, compact):
+    written = [json.dumps(arguments) for _, arguments in calls]
+    if compact:
+        parts = zip(calls, written, strict=True)
+        text = "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for (name, _), arguments in parts)
+    else:
+        parts = zip(calls, written, strict=True)
+        each = [f'{{"name": "{name}", "arguments": {arguments}}}' for (name, _), arguments in parts]
+        text = f"[TOOL_CALLS] [{between.join(each)}]"
+    with ours_in_place():
+        said, found = streamed("mistral", "Well: " + text, cuts)
+    assert said.strip() == "Well:"
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["[1]", "a[i] = 2", "]", " ", "x\n"]), min_size=1, max_size=9), CUTS)
+def test_a_mistral_that_calls_nothing_keeps_its_brackets(pieces, cuts):
+    text = "".join(pieces) + "."
+    with ours_in_place():
+        assert streamed("mistral", text, cuts) == (text, [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(CALLS, CUTS, st.sampled_from(["", "Well: "]), st.sampled_from(["", " done", "\n[x]"]))
+def test_calls_that_are_python_are_what_sglang_makes_of_them(calls, cuts, before, behind):
+    each = [f"{name}({', '.join(f'a{i}={v!r}' for i, v in enumerate(a.values()))})" for name, a in calls]
+    text = f"{before}[{', '.join(each)}]{behind}"
+    stock = streamed("pythonic", text, cuts)
+    with ours_in_place():
+        assert streamed("pythonic", text, cuts) == stock
+
+
+@pytest.mark.parametrize(
+    ("parser", "form"), [("mistral", "[TOOL_CALLS]f[ARGS]{{{}}}"), ("pythonic", "[f({})]")]
+)
+def test_a_call_that_is_told_at_its_end_is_looked_at_there(with_ours, monkeypatch, parser, form):
+    detector, asked = {"mistral": MistralDetector, "pythonic": PythonicDetector}[parser], []
+    name = {"mistral": "_extract_json_value", "pythonic": "_find_matching_bracket"}[parser]
+    look = getattr(detector, name)
+    monkeypatch.setattr(detector, name, lambda *args: asked.append(0) or look(*args))
+    with_ours()
+    lines = json.dumps("x = 1\n" * 300)
+    text = form.format(f'"a": {lines}' if parser == "mistral" else f"a={lines}")
+    said, ((called, arguments),) = streamed(parser, text, range(0, len(text), 4))
+    assert (said, called, json.loads(arguments)) == ("", "f", {"a": json.loads(lines)})
+    assert len(asked) < 8

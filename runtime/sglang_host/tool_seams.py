@@ -1,0 +1,89 @@
+"""The seams of tool calls and of what else is parsed out of a text."""
+
+from fathom.runtime.sglang_host.seam import SERVER, Seam, reads_attributes, reads_global, relies_on
+
+TOOL_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        SERVER,
+        "function_call.function_call_parser:FunctionCallParser.parse_stream_chunk",
+        "replace",
+        "takes one step of a tool call, of a text or of none",
+        "chunk_text",
+        reads_attributes("parse_streaming_increment"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.json_array_parser:JsonArrayParser.parse_streaming_increment",
+        "replace",
+        "the same where a grammar makes the call",
+        "new_text tools",
+    ),
+    *(
+        relies_on(
+            SERVER,
+            "function_call.base_format_detector:BaseFormatDetector.parse_streaming_increment",
+            "replace",
+            f"reads arguments by the module's `{name}`, ours, which does not go through all of them in Python",
+            "new_text tools",
+            reads_global(name),
+        )
+        for name in ("_partial_json_loads", "_find_common_prefix")
+    ),
+    relies_on(
+        SERVER,
+        "function_call.llama32_detector:Llama32Detector.parse_streaming_increment",
+        "replace",
+        "a call that is JSON is read as JSON",
+        "new_text tools",
+        reads_attributes("_buffer parse_streaming_increment"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_chat:OpenAIServingChat._tool_call_parsing_active",
+        "replace",
+        "reads calls that a grammar made, which needs no parser",
+        "request",
+        reads_attributes("tool_choice _effective_tools tool_call_parser"),
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"entrypoints.http_server:{route}",
+            "replace",
+            f"makes its parser by the module's `{parser}`, ours, which tells which there are",
+            "obj request",
+            reads_global(parser),
+        )
+        for route, parser in (
+            ("parse_function_call_request", "FunctionCallParser"),
+            ("separate_reasoning_request", "ReasoningParser"),
+        )
+    ),
+    relies_on(
+        SERVER,
+        "function_call.mistral_detector:MistralDetector.parse_streaming_increment",
+        "replace",
+        "all calls of an array are streamed, a text keeps its brackets, and an end is looked for where one may be",
+        "new_text tools",
+        reads_attributes(
+            "_buffer bot_token _tool_calls_marker _ends_with_partial_token current_tool_id "
+            "_try_parse_compact_args_format"
+        ),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.pythonic_detector:PythonicDetector.parse_streaming_increment",
+        "replace",
+        "the end of calls is looked for where one may be",
+        "new_text tools",
+        reads_attributes("_buffer _find_matching_bracket"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.base_format_detector:BaseFormatDetector.parse_streaming_increment",
+        "call",
+        "reads a call behind a separator, where there was one before",
+        "new_text tools",
+        reads_attributes("_buffer current_tool_id current_tool_name_sent tool_call_separator startswith"),
+    ),
+)
