@@ -268,6 +268,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
         "session",
     ),
     relies_on(
+        SCHEDULER,
+        "session.session_controller:SessionController.maybe_reap",
+        "override",
+        "no process closes sessions by its own clock",
+        "now interval",
+        reads_attributes("sessions _last_reap_time _close"),
+    ),
+    relies_on(
         SERVER,
         "managers.tokenizer_manager:TokenizerManager._handle_open_session_req_output",
         "override",

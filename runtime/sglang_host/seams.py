@@ -230,6 +230,23 @@ LEDGER: tuple[Seam, ...] = (
         "closes the account of a request that is aborted while it waits",
         "req",
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler._poll_timeout_aborts",
+        "override",
+        "the first process says whose time is over",
+        "",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.ingest_requests",
+        "read",
+        "all processes are told what the first one says",
+        "",
+        lambda f: reads_attributes("_poll_timeout_aborts recv_requests process_input_requests")(
+            inspect.unwrap(f)
+        ),
+    ),
     # --- the engine process: the step ---
     relies_on(
         SCHEDULER,

@@ -1,23 +1,31 @@
 """Sessions of clients, of which the engine keeps no more than it should.
 
 SGLang keeps every turn of a session until its client closes it, and any number of sessions: those of clients that
-went without a word stay as long as the server.
+went without a word stay as long as the server. And it lets each of a model's processes close those whose time is
+over by its own clock: where one has closed a session and another has not, the next turn runs in one of them only,
+and the engine ends or hangs.
 """
 
+import time
 from typing import Any
 
-from sglang.srt.managers.io_struct import OpenSessionReqInput
+from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput
 from sglang.srt.session.session_controller import Session, SessionController
 
 MOST_SESSIONS = 1024
 """Most sessions that are open at a time."""
+LOOK_SECONDS = 1.0
+"""Between two looks for sessions whose time is over."""
 
 
 class FathomSessions(SessionController):
     """SGLang's sessions; where there would be too many, the one that waits longest for its next turn is closed.
 
-    Turns come to all of a model's processes in one order, so all of them close the same one.
+    Turns come to all of a model's processes in one order, so all of them close the same one. Whose time is over one
+    process decides for all.
     """
+
+    _looked = 0.0  # time.monotonic() in seconds
 
     def open(self, recv_req: OpenSessionReqInput) -> Any:
         """As SGLang's.
@@ -37,6 +45,21 @@ class FathomSessions(SessionController):
         if (session := self.sessions.pop(session_id, None)) is not None:
             self.sessions[session_id] = session
         return session
+
+    def maybe_reap(self, now: float, interval: float = LOOK_SECONDS) -> None:
+        """Nothing: see :meth:`over`."""
+
+    def over(self) -> list[CloseSessionReqInput]:
+        """To close those whose time is over, as their clients would; all processes are to be told."""
+        now = time.monotonic()
+        if not self.sessions or now - self._looked <= LOOK_SECONDS:
+            return []
+        self._looked = now
+        return [
+            CloseSessionReqInput(session_id=name)
+            for name, session in self.sessions.items()
+            if session.is_timed_out() or (session.close_on_finish and self._all_requests_finished(session))
+        ]
 
     def _waits(self, session: Session) -> bool:
         return not session._inflight and self._all_requests_finished(session)

@@ -1,12 +1,14 @@
 """Sessions: how many stay open, which one goes, and what its client and others are told."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import io_struct
 from sglang.srt.session import session_controller
 
+from fathom.runtime.sglang_host import sessions as fathom_sessions
 from fathom.runtime.sglang_host.control import failure_of
 from fathom.runtime.sglang_host.sessions import MOST_SESSIONS, FathomSessions
 from fathom.server.errors import ControlError
@@ -53,6 +55,38 @@ def test_sessions_whose_turns_run_are_never_closed_for_another(sessions):
     with pytest.raises(RuntimeError, match=f"{MOST_SESSIONS} sessions are open"):
         sessions.open(opening("new"))
     assert len(sessions.sessions) == MOST_SESSIONS and "new" not in sessions
+
+
+def test_one_process_says_whose_time_is_over(sessions, monkeypatch):
+    """Of two whose clocks are a second apart: sessions are the same in both, whichever looks first."""
+    clock = SimpleNamespace(now=time.monotonic())
+    for module in (session_controller, fathom_sessions):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    other = FathomSessions(sessions.tree_cache)
+    sessions.sessions.clear()
+    for name, seconds in (("short", 5.0), ("long", 50.0), ("left", None), ("running", None)):
+        for each in (sessions, other):
+            opened = io_struct.OpenSessionReqInput(
+                session_id=name, **OPEN, streaming=seconds is None, timeout=seconds
+            )
+            assert each.open(opened).success
+    for each in (sessions, other):
+        for name in ("left", "running"):
+            run_turn(each.sessions[name], finished=name == "left")
+            each.sessions[name].close_on_finish = True
+    closed = []
+    for _ in range(60):
+        clock.now += 1.01
+        other.maybe_reap(clock.now + 1)
+        assert set(other.sessions) == set(sessions.sessions)
+        sessions.maybe_reap(clock.now)
+        told = sessions.over()
+        closed += [each.session_id for each in told]
+        assert sessions.over() == []  # looked a moment ago
+        for request in told:
+            sessions.close(request)
+            other.close(request)
+    assert closed == ["left", "short", "long"] and set(other.sessions) == {"running"}
 
 
 def test_who_opens_one_too_many_is_told_why():
