@@ -1,6 +1,7 @@
 """Requests that control the engine: one that fails gets an answer that says so, and the engine lives on.
 
 In SGLang an exception in the handler of such a request ends the scheduler, and with it everybody's generations.
+And where a model is spread over nodes, what one of them cannot read, SGLang takes for loaded if the first one can.
 """
 
 import logging
@@ -13,9 +14,14 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    LoRAUpdateOutput,
     ShutdownReq,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
+    UnloadLoRAAdapterReqInput,
+    UpdateWeightFromDiskReqInput,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,6 +35,12 @@ NOT_GUARDED = (
     ShutdownReq,
 )
 """Requests whose failure leaves generations in an unknown state."""
+
+OF_ADAPTERS = (LoadLoRAAdapterReqInput, LoadLoRAAdapterFromTensorsReqInput)
+LOADING = (*OF_ADAPTERS, UpdateWeightFromDiskReqInput)
+"""Requests that each process tries by itself, and whose answers say whether it could."""
+
+ONLY_SOME = "not all processes of the model could load the adapter; the log says why"
 
 FAILED = "fathom failed: "
 """How the ``rid`` of an answer begins that says that its request failed; the reason follows."""
@@ -62,18 +74,33 @@ class GuardedDispatcher:
         """
         if isinstance(request, NOT_GUARDED):
             return self._dispatcher(request)
-        answer, error = None, None
+        answer: Any = None
+        error: Exception | None = None
         try:
             answer = self._dispatcher(request)
         except Exception as failure:
             error = failure
-        if not self._all_agree(error is not None):
+        failed = error is not None or (isinstance(request, LOADING) and not answer.success)
+        if not self._all_agree(failed):
+            if isinstance(request, OF_ADAPTERS) and error is None:
+                return self._undone(request, answer)
             raise RuntimeError(f"{type(request).__name__} failed in some processes only") from error
         if error is None:
             return answer
         place = traceback.extract_tb(error.__traceback__)[-1]
         logger.error("%s failed at %s:%s: %r", type(request).__name__, place.filename, place.lineno, error)
         return failure_of(request, f"{error} ({type(error).__name__})")
+
+    def _undone(self, request: Any, answer: LoRAUpdateOutput) -> LoRAUpdateOutput:
+        """Let an adapter go that others could not load."""
+        if not answer.success:
+            logger.error("adapter %s was not loaded: %s", request.lora_name, answer.error_message)
+            return answer
+        unload = UnloadLoRAAdapterReqInput(lora_name=request.lora_name, lora_id=request.lora_id)
+        without = self._scheduler.unload_lora_adapter(unload)
+        return LoRAUpdateOutput(
+            success=False, error_message=ONLY_SOME, loaded_adapters=without.loaded_adapters
+        )
 
     def _all_agree(self, failed: bool) -> bool:
         """Whether the request failed in all processes of the model, or in none."""

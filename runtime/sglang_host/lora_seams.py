@@ -220,4 +220,21 @@ LORA_SEAMS: tuple[Seam, ...] = (
         "which rows the output matrix gets",
         "forward_batch",
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.unload_lora_adapter",
+        "call",
+        "lets an adapter go that other processes of the model could not load",
+        "recv_req",
+    ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.io_struct:{answer}",
+            "read",
+            "says whether a process could load what it was asked to",
+            check=lambda c: "success" in c.__struct_fields__,
+        )
+        for answer in ("LoRAUpdateOutput", "UpdateWeightFromDiskReqOutput")
+    ),
 )

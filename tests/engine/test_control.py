@@ -21,7 +21,13 @@ def ranks(monkeypatch):
     def build(size=1, others_failed=0):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: count.add_(others_failed))
-        return SimpleNamespace(tp_cpu_group=None)
+        return SimpleNamespace(tp_cpu_group=None, unload_lora_adapter=unload)
+
+    def unload(request):
+        unloaded.append((request.lora_name, request.lora_id))
+        return io_struct.LoRAUpdateOutput(success=True, loaded_adapters={"other": "path"})
+
+    unloaded = build.unloaded = []
 
     return build
 
@@ -68,3 +74,35 @@ def test_a_request_that_fails_everywhere_is_answered(ranks):
     answered = io_struct.GetInternalStateReqOutput(internal_state={"a": 1})
     assert GuardedDispatcher(lambda request: answered, ranks(3))(io_struct.GetInternalStateReq()) is answered
     assert reason_of(answered) is None
+
+
+ADAPTER = io_struct.LoadLoRAAdapterReqInput(lora_name="x", lora_path="path", lora_id="7")
+WEIGHTS = io_struct.UpdateWeightFromDiskReqInput(model_path="path")
+
+
+def test_an_adapter_that_others_could_not_load_is_let_go(ranks):
+    loaded = io_struct.LoRAUpdateOutput(success=True, loaded_adapters={"other": "path", "x": "path"})
+    answer = GuardedDispatcher(lambda request: loaded, ranks(2, others_failed=1))(ADAPTER)
+    assert not answer.success and "not all processes" in answer.error_message
+    assert answer.loaded_adapters == {"other": "path"} and ranks.unloaded == [("x", "7")]
+
+
+def test_an_adapter_that_only_others_could_load_is_not_let_go_twice(ranks):
+    failed = io_struct.LoRAUpdateOutput(success=False, error_message="no file")
+    assert GuardedDispatcher(lambda request: failed, ranks(2))(ADAPTER) is failed
+    assert ranks.unloaded == []
+
+
+@pytest.mark.parametrize(("success", "others_failed"), [(True, 0), (False, 1)])
+def test_an_adapter_is_loaded_by_all_or_by_none(ranks, success, others_failed):
+    answer = io_struct.LoRAUpdateOutput(success=success)
+    assert GuardedDispatcher(lambda request: answer, ranks(2, others_failed))(ADAPTER) is answer
+    assert ranks.unloaded == []
+
+
+@pytest.mark.parametrize(("success", "others_failed"), [(True, 1), (False, 0)])
+def test_processes_with_different_weights_end(ranks, success, others_failed):
+    answer = io_struct.UpdateWeightFromDiskReqOutput(success=success, message="no file")
+    dispatcher = GuardedDispatcher(lambda request: answer, ranks(2, others_failed))
+    with pytest.raises(RuntimeError, match="in some processes only"):
+        dispatcher(WEIGHTS)
