@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
 START_SECONDS = 300
 OVERLAPPING = REPOSITORY / "tests" / "engine" / "overlapping.py"
+COMPARED = REPOSITORY / "tests" / "engine" / "compared.py"
 THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 """Of each server: workers that share a machine leave each other a core."""
 

@@ -41,6 +41,14 @@ def test_numbers_of_a_server_go_together(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_devices_that_are_asked_for(seed):
+    """One changes nothing of a world that has one."""
+    world, spread = worlds.draw(seed), worlds.draw(seed, 2)
+    assert spread.devices == 2 and spread.target.kv_heads % 2 == 0
+    assert world.devices == 2 or worlds.draw(seed, 1) == world
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_policies_are_legal_unless_they_are_not_to_be(seed):
     world, rng = worlds.draw(seed), random.Random(seed)
     for _ in range(30):

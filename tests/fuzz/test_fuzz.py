@@ -11,6 +11,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from engine import compared
 from fuzz import __main__ as fuzz
 from fuzz import beams, trial, worlds
 from fuzz.clients import Reply, Wrong, joined
@@ -20,6 +21,8 @@ from fuzz.requests import REPEATED, Request
 
 SEED = 196
 """Of a world that is small, has a draft, and whose server is a fork."""
+SPREAD = 3
+"""Of a small world on two devices, which takes waiting requests in an order of chance."""
 WAVE = 9
 """Requests of a wave that are drawn, those that are sent twice counted once."""
 ALWAYS = (
@@ -257,6 +260,32 @@ def test_what_fails_is_written_down(small, tmp_path, monkeypatch, capsys):
     )
 
 
+def test_a_small_world_on_two_devices(start_process, template, tmp_path):
+    """The two processes compare what they do and hold."""
+    world = worlds.draw(SPREAD, devices=2)
+    reference, report = Reference(world, tmp_path / "models"), Report(tmp_path / "failures")
+    server = trial.start(start_process, template, world, reference)
+    asked = trial.Trial(world, reference, server, report)
+    requests = [*asked.drawer.wave(0, WAVE // 2), *always(asked.drawer)]
+    for request in requests:
+        request.new_tokens = min(request.new_tokens, MOST_TOKENS // 2)
+    assert asked.wave(requests)
+    asked.end()
+    assert report.failures == [], [path.read_text() for path in report.failures]
+    assert report.counts["greedy tokens compared"] > 50
+
+
+def test_processes_that_differ_are_found(monkeypatch):
+    told = [{"done": 1, "rows": 3, "last": [("DECODE", i) for i in same]} for same in ((1, 2, 3), (1, 2, 4))]
+    told[1]["done"] = 2
+    gathering = {"all_gather_object": lambda found, mine, group: found.__setitem__(slice(None), told)}
+    gathering["get_world_size"] = lambda group: 2
+    monkeypatch.setattr(compared, "distributed", SimpleNamespace(**gathering))
+    monkeypatch.setattr(compared, "held", lambda scheduler: told[0])
+    with pytest.raises(AssertionError, match=r"process 1 differs .*'done', 'last'\], since .*3.*4"):
+        compared.Compared.get_internal_state(SimpleNamespace(tp_cpu_group=None), None)
+
+
 @pytest.fixture
 def silent(monkeypatch, tmp_path):
     """A trial whose server takes connections and says nothing; its process's exit code is to be set."""
@@ -285,9 +314,9 @@ def test_a_server_that_stands_still_or_ends_is_a_failure(silent, code, words):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_exit_code(fails, tmp_path, monkeypatch, capsys):
-    def run_world(seed, waves, template, report):
+    def run_world(seed, asked, template, report):
         if fails:
-            report.failed(worlds.draw(seed), "a lie")
+            report.failed(worlds.draw(seed, asked.devices), "a lie")
 
     monkeypatch.setattr(fuzz, "Template", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(fuzz, "run_world", run_world)

@@ -12,7 +12,7 @@ from typing import Any
 
 import conftest
 import httpx
-from forked import Template
+from forked import READ_LATE, Template
 from fuzz.answers import Checker
 from fuzz.clients import Client, Reply, Wrong
 from fuzz.reference import Reference
@@ -22,6 +22,8 @@ from fuzz.worlds import World
 from waiting import wait_until
 
 WAVES = 4
+OVERLAP = "FATHOM_TESTS_OVERLAP"
+"""As in ``compared.py``."""
 LOOK_SECONDS = 5.0
 STILL_SECONDS = 90.0
 """A server that answers nobody and takes no step for so long stands still."""
@@ -48,19 +50,20 @@ class Down(Exception):
 def start(
     run: Callable[..., conftest.Server], template: Template, world: World, reference: Reference
 ) -> conftest.Server:
-    """The server of a world: a fork of the template where its environment is not its own.
+    """The server of a world, a fork of the template; several devices compare what they do.
 
     Args:
         run: as of ``conftest.starter``.
     """
     command = ["serve", str(reference.target), *world.flags, *reference.flags]
-    if world.devices > 1:
-        command += ["--tp-size", str(world.devices)]
     env = {"OMP_NUM_THREADS": "1", **world.env}
     script = conftest.OVERLAPPING if world.overlap else None
-    if not world.env:
-        return run(command, env, start=partial(template.start, script=script))
-    return run([*conftest.command_of(script), *command], env)
+    if world.devices > 1:
+        command += ["--tp-size", str(world.devices)]
+        env |= {OVERLAP: "1"} if world.overlap else {}
+        script = conftest.COMPARED
+    assert world.env.keys() <= READ_LATE
+    return run(command, env, start=partial(template.start, script=script))
 
 
 class Trial:

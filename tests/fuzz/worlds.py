@@ -140,13 +140,17 @@ class World:
         return f"{self.target.family} of {self.target.layers} layers, {', '.join(filter(None, odd))}, {shown}"
 
 
-def draw(seed: int) -> World:
-    """The world of a seed."""
+def draw(seed: int, devices: int | None = None) -> World:
+    """The world of a seed.
+
+    Args:
+        devices: that share the model; None for one, now and then two.
+    """
     rng = random.Random(f"{seed}/world")
-    target = _target(rng)
+    target = _target(rng, devices or 1)
     memory, memory_flags = _memory(rng)
     depth, depth_flags = _depth(rng, target.layers, memory["context"])
-    settings, sfi_flags = _sfi(rng, target)
+    settings, sfi_flags = _sfi(rng, target, devices)
     selector, selector_flags = _selector(random.Random(f"{seed}/selector"))
     draft = _draft(rng, target, settings.devices) if rng.random() < 0.85 else None
     scarce, prioritized, incremental = rng.random() < 0.08, rng.random() < 0.2, rng.random() < 0.15
@@ -181,10 +185,11 @@ def draw(seed: int) -> World:
     )
 
 
-def _target(rng: random.Random) -> Target:
+def _target(rng: random.Random, devices: int) -> Target:
+    """Each device has KV heads of its own."""
     family = rng.choice(["Llama", "Llama", "Qwen3", "Qwen3", "Qwen2", "Mistral"])
     layers, dim = rng.randint(3, 7), rng.choice([16, 32, 64])
-    heads, kv_heads = rng.choice(HEADS)
+    heads, kv_heads = rng.choice([pair for pair in HEADS if pair[1] % devices == 0])
     config: dict[str, Any] = {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -311,7 +316,7 @@ def _selector(rng: random.Random) -> tuple[dict[str, float], list[Any]]:
     return numbers, _given({SELECTOR[name][0]: value for name, value in numbers.items()})
 
 
-def _sfi(rng: random.Random, target: Target) -> tuple[sfi.Settings, list[Any]]:
+def _sfi(rng: random.Random, target: Target, devices: int | None) -> tuple[sfi.Settings, list[Any]]:
     t_max = rng.choice([1, 2, 4, 9, 64])
     settings = sfi.Settings(
         sink=rng.choice([0, 1, 2, 4]),
@@ -323,6 +328,7 @@ def _sfi(rng: random.Random, target: Target) -> tuple[sfi.Settings, list[Any]]:
         lambda_clip=rng.choice([0.02, 0.2, 1.0]),
         devices=2 if target.kv_heads % 2 == 0 and rng.random() < 0.1 else 1,
     )
+    settings = replace(settings, devices=devices or settings.devices)
     flags = {
         "--sfi-sink": settings.sink,
         "--sfi-recent": settings.recent,
