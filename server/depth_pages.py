@@ -91,8 +91,8 @@ def _refuse_without_gpu(model: Any, devices: int) -> None:
             f"{model.model_path} would have quantized weights ({model.quantization}), for which SGLang's "
             "kernels need a GPU"
         )
-    if (heads := model.get_total_num_kv_heads()) < devices:
+    if (heads := model.get_total_num_kv_heads()) % devices:
         raise StartError(
-            f"--tp-size must be at most {heads} for {model.model_path}, got {devices}: without a GPU no KV head is "
-            "on several devices"
+            f"--tp-size must divide the {heads} KV heads of {model.model_path}, got {devices}: without a GPU all "
+            "devices have as many, and none is on several"
         )

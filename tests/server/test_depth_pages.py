@@ -117,13 +117,14 @@ def test_an_engine_that_does_not_start(gpu, how, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("model", ["Llama"], indirect=True)
-def test_fewer_kv_heads_than_devices_without_a_gpu(model, monkeypatch):
+@pytest.mark.parametrize(("heads", "devices"), [(2, 4), (3, 2), (6, 4)])
+def test_kv_heads_that_devices_do_not_share_evenly_without_a_gpu(model, heads, devices, monkeypatch):
     config, _ = model
-    heads = config.get_total_num_kv_heads()
-    depth_pages.refuse_model(config, heads)
-    with pytest.raises(
-        StartError, match=f"--tp-size must be at most {heads} for .*, got {heads + 1}: without a GPU"
-    ):
-        depth_pages.refuse_model(config, heads + 1)
+    config.get_total_num_kv_heads = lambda: heads
+    for even in (1, heads):
+        depth_pages.refuse_model(config, even)
+    told = f"--tp-size must divide the {heads} KV heads of .*, got {devices}: without a GPU"
+    with pytest.raises(StartError, match=told):
+        depth_pages.refuse_model(config, devices)
     monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
-    depth_pages.refuse_model(config, heads + 1)
+    depth_pages.refuse_model(config, devices)
