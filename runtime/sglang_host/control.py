@@ -22,6 +22,9 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,8 +40,12 @@ NOT_GUARDED = (
 """Requests whose failure leaves generations in an unknown state."""
 
 OF_ADAPTERS = (LoadLoRAAdapterReqInput, LoadLoRAAdapterFromTensorsReqInput)
-LOADING = (*OF_ADAPTERS, UpdateWeightFromDiskReqInput)
+MEETING = (UpdateWeightsFromTensorReqInput, UpdateWeightsFromIPCReqInput)
+"""Requests whose handlers wait, before they answer, for those of all other processes."""
+LOADING = (*OF_ADAPTERS, *MEETING, UpdateWeightFromDiskReqInput, UpdateWeightsFromDistributedReqInput)
 """Requests that each process tries by itself, and whose answers say whether it could."""
+IN_PARTS = (UpdateWeightsFromTensorReqInput, LoadLoRAAdapterFromTensorsReqInput)
+"""Requests that bring a part for each process."""
 
 ONLY_SOME = "not all processes of the model could load the adapter; the log says why"
 
@@ -77,14 +84,19 @@ class GuardedDispatcher:
         answer: Any = None
         error: Exception | None = None
         try:
+            if isinstance(request, IN_PARTS):
+                self._check_parts(request)
             answer = self._dispatcher(request)
         except Exception as failure:
             error = failure
+            if isinstance(request, MEETING):
+                self._meet()
         failed = error is not None or (isinstance(request, LOADING) and not answer.success)
         if not self._all_agree(failed):
-            if isinstance(request, OF_ADAPTERS) and error is None:
+            if not isinstance(request, OF_ADAPTERS):
+                raise RuntimeError(f"{type(request).__name__} failed in some processes only") from error
+            if error is None:
                 return self._undone(request, answer)
-            raise RuntimeError(f"{type(request).__name__} failed in some processes only") from error
         if error is None:
             return answer
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -102,14 +114,25 @@ class GuardedDispatcher:
             success=False, error_message=ONLY_SOME, loaded_adapters=without.loaded_adapters
         )
 
+    def _check_parts(self, request: Any) -> None:
+        parts, size = len(request.serialized_named_tensors), self._size()
+        if parts < size:
+            raise ValueError(f"serialized_named_tensors has {parts} parts, each of {size} devices needs one")
+
+    def _size(self) -> int:
+        return torch.distributed.get_world_size(self._scheduler.tp_cpu_group)
+
+    def _meet(self) -> None:
+        """Let go those who wait for a handler that failed."""
+        if self._size() > 1:
+            torch.distributed.barrier(group=self._scheduler.tp_cpu_group)
+
     def _all_agree(self, failed: bool) -> bool:
         """Whether the request failed in all processes of the model, or in none."""
-        group = self._scheduler.tp_cpu_group
-        size = torch.distributed.get_world_size(group)
-        if size == 1:
+        if (size := self._size()) == 1:
             return True
         count = torch.tensor(int(failed))
-        torch.distributed.all_reduce(count, group=group)
+        torch.distributed.all_reduce(count, group=self._scheduler.tp_cpu_group)
         return int(count) in (0, size)
 
 

@@ -247,6 +247,17 @@ LEDGER: tuple[Seam, ...] = (
             inspect.unwrap(f)
         ),
     ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.{method}",
+            "read",
+            "waits for the other processes before it answers: one in which it fails has to meet them",
+            "recv_req",
+            reads_attributes("barrier tp_cpu_group"),
+        )
+        for method in ("update_weights_from_tensor", "update_weights_from_ipc")
+    ),
     # --- the engine process: the step ---
     relies_on(
         SCHEDULER,

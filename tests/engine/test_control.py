@@ -1,5 +1,6 @@
 """Control requests that fail in the engine: the answers to them."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -106,3 +107,53 @@ def test_processes_with_different_weights_end(ranks, success, others_failed):
     dispatcher = GuardedDispatcher(lambda request: answer, ranks(2, others_failed))
     with pytest.raises(RuntimeError, match="in some processes only"):
         dispatcher(WEIGHTS)
+
+
+def test_an_adapter_that_a_process_fails_at_is_refused_by_it(ranks):
+    assert reason_of(GuardedDispatcher(fail, ranks(2))(ADAPTER)) == "why (ValueError)"
+
+
+@pytest.mark.parametrize(
+    "kind", [io_struct.UpdateWeightsFromTensorReqInput, io_struct.LoadLoRAAdapterFromTensorsReqInput]
+)
+def test_a_part_too_few_is_refused_by_all(ranks, monkeypatch, kind):
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    given = (
+        {"lora_name": "x", "config_dict": {}} if kind is io_struct.LoadLoRAAdapterFromTensorsReqInput else {}
+    )
+    request = kind(serialized_named_tensors=[b"one"], **given)
+    handled = GuardedDispatcher(lambda request: pytest.fail("was asked"), ranks(2, others_failed=1))(request)
+    assert "has 1 parts, each of 2 devices needs one" in reason_of(handled)
+
+
+def met(rank, store, failing):
+    """How one of two processes fares with weights that some of them fail at; the others wait for all."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+
+    def handle(request):
+        if rank in failing:
+            fail(request)
+        torch.distributed.barrier(group=group)
+        return io_struct.UpdateWeightsFromTensorReqOutput(success=True, message="")
+
+    request = io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[b"", b""])
+    try:
+        return reason_of(GuardedDispatcher(handle, SimpleNamespace(tp_cpu_group=group))(request))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [
+        ((), None),
+        ((0, 1), "why (ValueError)"),
+        ((1,), "UpdateWeightsFromTensorReqInput failed in some processes only"),
+        ((0,), "UpdateWeightsFromTensorReqInput failed in some processes only"),
+    ],
+)
+def test_nobody_waits_for_a_process_that_failed(tmp_path, failing, told):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        asked = [pool.apply_async(met, (rank, tmp_path / "store", failing)) for rank in range(2)]
+        assert [answer.get(30) for answer in asked] == [told] * 2
