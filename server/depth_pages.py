@@ -9,6 +9,10 @@ from typing import Any
 
 from fathom.server.checks import StartError
 
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
+"""Names of the number of experts in models' configurations."""
+EXPERT_ALIGNMENT = 32
+"""To a multiple of this, on each device, SGLang widens experts on a CPU."""
 OFF = "--no-gpu-depth-pages"
 NEED = "an NVIDIA GPU of compute capability 8.0 or newer, or a machine without a GPU"
 HINT = f"KV was in depth pages; without them ({OFF}) every request is served dense, by SGLang's own path"
@@ -96,3 +100,16 @@ def _refuse_without_gpu(model: Any, devices: int) -> None:
             f"--tp-size must divide the {heads} KV heads of {model.model_path}, got {devices}: without a GPU all "
             "devices have as many, and none is on several"
         )
+    if (width := _expert_width(model.hf_text_config)) % (EXPERT_ALIGNMENT * devices):
+        raise StartError(
+            f"{model.model_path} has experts of width {width}, on {devices} devices: without a GPU it has to be a "
+            f"multiple of {EXPERT_ALIGNMENT * devices}, to which SGLang would widen them by numbers that nobody set"
+        )
+
+
+def _expert_width(config: Any) -> int:
+    """Of a model's mixture of experts; 0 where it has none."""
+    if not any(getattr(config, name, None) for name in EXPERTS):
+        return 0
+    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", 0)
+    return width if isinstance(width, int) else 0

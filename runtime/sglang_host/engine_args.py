@@ -169,6 +169,12 @@ CPU_RULES = (
         "neither --offload-group-size nor --weight-cache-mode",
         "weights are in the memory that computes",
     ),
+    Rule(
+        (),
+        lambda args: args.ep_size == 1,
+        "--ep-size 1",
+        "each process looks for every expert",
+    ),
     *ANYWHERE,
 )
 

@@ -128,3 +128,25 @@ def test_kv_heads_that_devices_do_not_share_evenly_without_a_gpu(model, heads, d
         depth_pages.refuse_model(config, devices)
     monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
     depth_pages.refuse_model(config, devices)
+
+
+@pytest.mark.parametrize("model", ["Llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("sizes", "devices", "refused"),
+    [
+        ({"num_experts": 8, "moe_intermediate_size": 64, "intermediate_size": 96}, 2, False),
+        ({"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 128}, 2, True),
+        ({"n_routed_experts": 8, "moe_intermediate_size": 40}, 1, True),
+        ({"num_local_experts": 4, "intermediate_size": 96}, 1, False),
+        ({"num_local_experts": 4, "intermediate_size": 96}, 2, True),
+        ({"intermediate_size": 97}, 2, False),
+    ],
+)
+def test_experts_that_sglang_would_widen(model, sizes, devices, refused, monkeypatch):
+    config, _ = model
+    config.hf_text_config.update(sizes)
+    if refused:
+        with pytest.raises(StartError, match=f"experts of width .*, on {devices} devices"):
+            depth_pages.refuse_model(config, devices)
+        monkeypatch.setattr(depth_pages, "on_gpu", lambda: True)
+    depth_pages.refuse_model(config, devices)
