@@ -194,10 +194,10 @@ class Rows:
             token taken without chance.
         """
         logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
-        tokens, given = logits.argmax(-1), [None] * len(self.samplers)
+        tokens = logits.argmax(-1)
         drawn = self._which(lambda sampler: not sampler.chooses)
         if not drawn:
-            return tokens, list(given)
+            return tokens, [None] * len(self.samplers)
         probs = self._probs(logits, drawn)
         tokens[self._sent(drawn)] = draw(probs)
         found = iter(probs.split(1))
@@ -216,29 +216,31 @@ class Rows:
         Args:
             logits: prepared; of each request a row before each token drafted for it and one after the last.
             drafted: tokens of each; proposed: what :meth:`propose` said of each; positions: of the token before the
-                first drafted one; width: no fewer than the most drafted for one.
+                first drafted one; width: of the answer, no fewer than the most drafted for one.
 
         Returns:
             [requests, 2 + width] int64: how many drafted tokens stand, then them and the one that follows; what is
             behind means nothing.
         """
-        padded = np.zeros((len(drafted), width), np.int64)
+        most = int(self.counts.max()) - 1
+        padded = np.zeros((len(drafted), most), np.int64)
         for row, tokens in zip(padded, drafted, strict=True):
             row[: len(tokens)] = tokens
-        answers = torch.empty(len(drafted), width + 2, dtype=torch.long, device=self.device)
+        answers = torch.zeros(len(drafted), width + 2, dtype=torch.long, device=self.device)
         given = self._sent(padded), self._sent(self.counts - 1)
         if chosen := self._which(lambda sampler: sampler.chooses):
-            choices = self._padded(self._choices(logits, positions), self.counts, width + 1)
+            choices = self._padded(self._choices(logits, positions), self.counts, most + 1)
             choices = choices[self._sent(chosen)]
             tokens, counts = (each[self._sent(chosen)] for each in given)
-            answers[self._sent(chosen)] = torch.cat([match(choices, tokens, counts).view(-1, 1), choices], 1)
+            stand = torch.cat([match(choices, tokens, counts).view(-1, 1), choices], 1)
+            answers[self._sent(chosen), : most + 2] = stand
         if drawn := self._which(lambda sampler: not sampler.chooses):
             tokens, counts = (each[self._sent(drawn)] for each in given)
-            target = self._padded(self._probs(logits, drawn), self.counts[drawn], width + 1)
-            draft = self._drafts(target[:, :width], [drafted[i] for i in drawn], [proposed[i] for i in drawn])
+            target = self._padded(self._probs(logits, drawn), self.counts[drawn], most + 1)
+            draft = self._drafts(target[:, :most], [drafted[i] for i in drawn], [proposed[i] for i in drawn])
             accepted, following = (each.view(-1, 1) for each in reject(target, draft, tokens, counts))
             put_out = torch.cat([tokens, following], 1).scatter(1, accepted, following)
-            answers[self._sent(drawn)] = torch.cat([accepted, put_out], 1)
+            answers[self._sent(drawn), : most + 2] = torch.cat([accepted, put_out], 1)
         return answers
 
     def _which(self, asked: Callable[[RowSampler], bool]) -> list[int]:

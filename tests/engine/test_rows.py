@@ -183,7 +183,7 @@ def test_drawn_tokens_beside_others_follow_the_target():
     drafted = [tokens[: count - 1] for tokens, count in zip(said, counts, strict=True)]
     given = [[draft] * len(tokens) for tokens in drafted]
     logits = target.log().expand(sum(counts), -1)
-    answers = Rows(samplers, counts, logits.device).accept(logits, drafted, given, [0] * requests, 2).tolist()
+    answers = Rows(samplers, counts, logits.device).accept(logits, drafted, given, [0] * requests, 9).tolist()
     drawn = [tokens[: stood + 1] for place, (stood, *tokens) in enumerate(answers) if place % 3]
     assert all(tokens[0] == 0 for stood, *tokens in answers[::3])
     for place in range(2):
