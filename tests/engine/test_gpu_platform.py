@@ -184,6 +184,7 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
         speculative_draft_kv_cache_dtype=None,
         speculative_draft_attention_backend=None,
         hicache_storage_backend=None,
+        kv_canary="none",
         pp_size=1,
         dp_size=1,
         attn_cp_size=1,
