@@ -154,7 +154,7 @@ def grouped(counts: Sequence[int]) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
-class Rows:
+class SampledRows:
     """Rows of several requests of a batch, one request's behind the other's: sampled together, at a few launches.
 
     Nothing here waits for the device.

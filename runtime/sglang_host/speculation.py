@@ -24,9 +24,9 @@ from fathom.runtime.sglang_host.draft_side import DraftSide
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
 from fathom.runtime.sglang_host.rows import (
-    Rows,
     RowSampler,
     Run,
+    SampledRows,
     allows,
     drafts,
     fetched,
@@ -196,7 +196,7 @@ def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> None:
     drawn_from: list[torch.Tensor | None] = []
     for part in grouped([1] * len(proposals)):
         some = [p.sampler for p in proposals[part]]
-        rows = Rows(some, [1] * len(some), logits.device)
+        rows = SampledRows(some, [1] * len(some), logits.device)
         tokens_of_some, probs_of_some = rows.propose(rows.prepare(logits[part], masks[part]))
         found.append(tokens_of_some)
         drawn_from += probs_of_some
@@ -309,14 +309,14 @@ def settle(
 def _judged(
     proposals: Sequence[Proposal], logits: Mapping[int, torch.Tensor]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Of each its prepared logits [drafted + 1, vocabulary], and of all what :meth:`Rows.accept` makes of them."""
+    """Of each its prepared logits [drafted + 1, vocabulary]; what :meth:`SampledRows.accept` makes of all."""
     prepared: list[torch.Tensor] = []
     answers = []
     width = max(len(p.tokens) for p in proposals)
     for part in grouped([len(p.tokens) + 1 for p in proposals]):
         some = proposals[part]
         own = [logits[p.index] for p in some]
-        rows = Rows([p.sampler for p in some], [len(p.tokens) + 1 for p in some], own[0].device)
+        rows = SampledRows([p.sampler for p in some], [len(p.tokens) + 1 for p in some], own[0].device)
         given = rows.prepare(torch.cat(own), [mask for p in some for mask in p.masks])
         drafted, drawn_from = [p.tokens for p in some], [p.probs for p in some]
         answers.append(rows.accept(given, drafted, drawn_from, [p.tail.begin - 1 for p in some], width))

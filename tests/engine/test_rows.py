@@ -7,7 +7,7 @@ import torch
 
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.runtime.sampling import filtered_by_sorting
-from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, Rows, RowSampler, fetched, grouped
+from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, RowSampler, SampledRows, fetched, grouped
 from fathom.runtime.sglang_host.seeds import draw_seeded
 
 VOCABULARY = 150_000
@@ -73,7 +73,7 @@ def test_a_draft_that_overflows_decides_nothing(overflown, greedy):
     masked[0, allowed] = overflown
     target = torch.full((2, VOCABULARY), float("-inf"))
     target[:, wanted] = 0
-    one, two = (Rows([sampler], [count], masked.device) for count in (1, 2))
+    one, two = (SampledRows([sampler], [count], masked.device) for count in (1, 2))
     for _ in range(20):
         token, probs = one.propose(masked)
         assert int(token) in allowed
@@ -110,7 +110,7 @@ def test_requests_that_are_sampled_together_get_what_each_would_get_alone(monkey
     counts = [2, 4, 3, 2, 3, 4, 2]
     logits = torch.randn(sum(counts), vocabulary) * 3
     masks = [torch.tensor([[i % vocabulary]]) if i % 3 else None for i in range(sum(counts))]
-    rows = Rows(samplers, counts, logits.device)
+    rows = SampledRows(samplers, counts, logits.device)
     prepared = rows.prepare(logits, masks)
     want = logits + info.logit_bias[places].repeat_interleave(torch.tensor(counts), 0)
     for i in range(len(want)):
@@ -137,7 +137,7 @@ def test_requests_that_are_sampled_together_get_what_each_would_get_alone(monkey
         if kinds[i] != "drawn":
             assert tokens[: stood + 1] == own[i][: stood + 1].tolist()
 
-    one_each = Rows(samplers, [1] * len(kinds), logits.device)
+    one_each = SampledRows(samplers, [1] * len(kinds), logits.device)
     first = prepared[rows.first]
     drawn, probs = one_each.propose(first)
     for i, kind in enumerate(kinds):
@@ -183,7 +183,11 @@ def test_drawn_tokens_beside_others_follow_the_target():
     drafted = [tokens[: count - 1] for tokens, count in zip(said, counts, strict=True)]
     given = [[draft] * len(tokens) for tokens in drafted]
     logits = target.log().expand(sum(counts), -1)
-    answers = Rows(samplers, counts, logits.device).accept(logits, drafted, given, [0] * requests, 9).tolist()
+    answers = (
+        SampledRows(samplers, counts, logits.device)
+        .accept(logits, drafted, given, [0] * requests, 9)
+        .tolist()
+    )
     drawn = [tokens[: stood + 1] for place, (stood, *tokens) in enumerate(answers) if place % 3]
     assert all(tokens[0] == 0 for stood, *tokens in answers[::3])
     for place in range(2):
