@@ -21,7 +21,8 @@ Row = tuple[str, Specialization, dict[int, Resources]]
 def measure() -> list[Row]:
     """Module, specialization and resources per target, for every kernel there is."""
     return [
-        (name, item, {arch: compile_ahead(item, arch) for arch in SHARED_MEMORY}) for name, item in discover()
+        (name, item, {arch: compile_ahead(item, arch) for arch in SHARED_MEMORY if arch >= item.least})
+        for name, item in discover()
     ]
 
 
@@ -34,7 +35,7 @@ def table(rows: list[Row]) -> str:
         "",
         f"Triton {triton.__version__}, compiled ahead of time; nothing was run, there was no GPU. Per target:",
         "registers per thread / spilled bytes per thread / KiB of shared memory per block. Limits: 255 registers;",
-        f"shared memory {limits}.",
+        f"shared memory {limits}. –: the GPU has no such numbers.",
         "",
         "Written by `python -m fathom.benchmarks.triton_resources`; `tests/kernels/test_compile.py` checks them.",
         "",
@@ -42,10 +43,14 @@ def table(rows: list[Row]) -> str:
         f"|:--|:--|--:|{':--|' * len(targets)}",
     ]
     for name, item, resources in rows:
-        shown = [f"{r.registers} / {r.spilled} / {r.shared / 1024:.1f}" for r in resources.values()]
+        shown = [_cell(resources.get(arch)) for arch in SHARED_MEMORY]
         warps = item.options.get("num_warps", 4)
         lines.append(f"| {name} | {item.label} | {warps} | " + " | ".join(shown) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(r: Resources | None) -> str:
+    return "–" if r is None else f"{r.registers} / {r.spilled} / {r.shared / 1024:.1f}"
 
 
 def main(argv: list[str]) -> int:

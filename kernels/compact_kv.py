@@ -135,7 +135,12 @@ def _launch(
 def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """What to compile ahead of time: label, kernel, signature and constants."""
     found = []
-    for dtype, dim, value_dim in (("bf16", 128, 128), ("fp32", 64, 64), ("fp16", 192, 128)):
+    for dtype, dim, value_dim in (
+        ("bf16", 128, 128),
+        ("fp32", 64, 64),
+        ("fp16", 192, 128),
+        ("fp8e5", 128, 128),
+    ):
         constants = _constants(dim, value_dim)
         kinds = {"keys": f"*{dtype}", "values": f"*{dtype}", "source": "*i64", "destination": "*i64"}
         signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in _copy.arg_names}

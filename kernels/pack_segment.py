@@ -3,13 +3,12 @@
 ``pack_segment_torch`` is the reference of the Triton kernel here and of the CPU kernel in ``refresh_cpu.py``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
+from fathom.kernels.triton_aot import Specialization, signature
 
 TOKENS = 16
 """Tokens that one Triton program copies."""
@@ -125,14 +124,13 @@ def pack_segment_triton(
     )  # fmt: skip
 
 
-def specializations() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
-    """Kernel, signature and constants of typical launches, for compilation without a device."""
+def specializations() -> list[Specialization]:
+    """What to compile ahead of time."""
     integers = {"table": "*i32", "rows": "*i64", "start": "*i64", "indices": "*i32"}
     results = []
-    for dtype, dim in (("bf16", 128), ("fp32", 64), ("fp16", 80)):
+    for dtype, dim in (("bf16", 128), ("fp32", 64), ("fp16", 80), ("fp8e5", 128)):
         tensors = dict.fromkeys(["keys", "values", "compact_keys", "compact_values"], "*" + dtype)
-        types, constants = tensors | integers, _constants(dim, dim)
-        names = _pack_kernel.arg_names
-        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-        results.append((_pack_kernel, signature, constants))
+        constants = _constants(dim, dim)
+        own = signature(_pack_kernel, tensors | integers, constants)
+        results.append(Specialization(f"pack_segment {dim} {dtype}", _pack_kernel, own, constants))
     return results

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fathom.kernels.key_shares import Dealt, own_piece
-from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
+from fathom.kernels.triton_aot import NARROW_KV, ModelHeads, Specialization, least_for, signature
 
 KEYS_PER_BLOCK = 64
 MIN_ROWS = 16
@@ -38,6 +38,7 @@ def online_softmax(q, k, v, visible, scale_log2, top, total, acc):
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - new_top[:, None])
     rescale = tl.exp2(top - new_top)
+    v = v.to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return new_top, total * rescale + tl.sum(weights, 1), acc
 
@@ -123,7 +124,7 @@ def paged_decode(
         query: [batch, heads, head_dim], bfloat16, float16 or float32, last dimension contiguous.
         keys: [slots, kv_heads, head_dim], where the table names slots, or [pages, page_size, kv_heads, head_dim],
             where it names pages; values: the same with value_dim. Any strides but a contiguous last dimension: one
-            layer's view of a pool that interleaves layers will do.
+            layer's view of a pool that interleaves layers will do. Numbers of 8 bits are read as the query's type.
         page_table: [table_rows, width] int32, rows contiguous; what lies beyond a request's length is not read.
         rows: [batch] int32 or int64, each request's row of the table.
         lengths: [batch] int32, keys of each request, its own new token included; 0 gives output 0 and log-sum-exp
@@ -202,9 +203,9 @@ def gather_entries(buffer: torch.Tensor, table_row: torch.Tensor, length: int) -
     return pages[table_row[position // pages.shape[1]].long(), position % pages.shape[1]].float()
 
 
-def pool_types(dtype: str) -> dict[str, str]:
+def pool_types(dtype: str, kv_dtype: str) -> dict[str, str]:
     """Types of the arguments that attention over a page table shares with other kernels of its kind."""
-    tensors = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    tensors = {"query": f"*{dtype}"} | dict.fromkeys(("keys", "values"), f"*{kv_dtype}")
     return tensors | {
         "table": "*i32",
         "rows": "*i32",
@@ -218,13 +219,12 @@ def specializations() -> list[Specialization]:
     """What to compile ahead of time."""
     found = []
     for shape in ModelHeads.common():
-        for page in (1, 16) if shape.head_dim == 128 else (1,):
+        common = shape.head_dim == 128
+        for page, kv in ((1, ""), (16, ""), *((1, each) for each in NARROW_KV)) if common else ((1, ""),):
             constants = _constants(shape.heads // shape.kv_heads, shape.head_dim, shape.head_dim, page)
-            types = pool_types(shape.dtype) | {"lengths": "*i32", "where": "*i32"}
+            types = pool_types(shape.dtype, kv or shape.dtype) | {"lengths": "*i32", "where": "*i32"}
             types |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
-            label, own = (
-                f"paged_decode {shape.name}, page {page}",
-                signature(_decode_kernel, types, constants),
-            )
-            found.append(Specialization(label, _decode_kernel, own, constants, _WARPS))
+            label = f"paged_decode {shape.name}, page {page}{kv and f', KV {kv}'}"
+            own = signature(_decode_kernel, types, constants)
+            found.append(Specialization(label, _decode_kernel, own, constants, _WARPS, least_for(kv)))
     return found

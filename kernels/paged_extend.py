@@ -23,7 +23,7 @@ from fathom.kernels.paged_decode import (
     store_rows,
     widths,
 )
-from fathom.kernels.triton_aot import ModelHeads, Specialization, signature
+from fathom.kernels.triton_aot import NARROW_KV, ModelHeads, Specialization, least_for, signature
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -134,7 +134,8 @@ def paged_extend(
 
     Args:
         query: [tokens, heads, head_dim], bfloat16, float16 or float32.
-        new_keys: [tokens, kv_heads, head_dim] and new_values: [tokens, kv_heads, value_dim] of the same tokens.
+        new_keys: [tokens, kv_heads, head_dim] and new_values: [tokens, kv_heads, value_dim] of the same tokens, in
+            the pool's type.
         keys, values, page_table, rows: the pool's buffers and the table that names the prefixes' entries, as in
             :func:`fathom.kernels.paged_decode.paged_decode`. The new tokens' own entries are not read from there.
         prefixes: [requests] int32, entries before the new tokens; 0 is legal.
@@ -237,17 +238,19 @@ def paged_extend_reference(
 
 
 def specializations() -> list[Specialization]:
-    """What to compile ahead of time: every tile, and one over pages of several slots."""
+    """What to compile ahead of time: every tile, one over pages of several slots, and 8-bit keys and values."""
     found = []
     for shape in ModelHeads.common():
         group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
-        for lines, page in (*((lines, 1) for lines in TILES), (32, 16)):
+        narrow = [(lines, 1, kv) for kv in NARROW_KV for lines in TILES] if shape.head_dim == 128 else []
+        for lines, page, kv in (*((lines, 1, "") for lines in TILES), (32, 16, ""), *narrow):
             constants, options = _tile(group, shape.head_dim, shape.head_dim, page, lines, itemsize)
             if constants["ROWS"] < lines:
                 continue
-            types = pool_types(shape.dtype) | dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")
-            types |= dict.fromkeys(("new_keys", "new_values"), f"*{shape.dtype}")
-            label = f"paged_extend {shape.name}, {lines} lines, page {page}"
+            types = pool_types(shape.dtype, kv or shape.dtype)
+            types |= dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")
+            types |= dict.fromkeys(("new_keys", "new_values"), f"*{kv or shape.dtype}")
+            label = f"paged_extend {shape.name}, {lines} lines, page {page}{kv and f', KV {kv}'}"
             types_of = signature(_extend_kernel, types, constants)
-            found.append(Specialization(label, _extend_kernel, types_of, constants, options))
+            found.append(Specialization(label, _extend_kernel, types_of, constants, options, least_for(kv)))
     return found

@@ -38,6 +38,7 @@ class Specialization(NamedTuple):
         signature: type of each argument: "*bf16", "i32", "fp32", "constexpr".
         constants: values of the constexprs.
         options: ``num_warps`` and ``num_stages``, where the launch sets them.
+        least: compute capability times ten from which on GPUs have what it asks for.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Specialization(NamedTuple):
     signature: dict[str, str]
     constants: dict[str, Any]
     options: Mapping[str, int] = MappingProxyType({})
+    least: int = 80
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,15 @@ def discover() -> Iterator[tuple[str, Specialization]]:
                     yield name, normalise(item)
 
 
+NARROW_KV = ("fp8e4nv", "fp8e5")
+"""Triton's names of the types of keys and values in ``store_kv.EIGHT_BITS``."""
+
+
+def least_for(dtype: str) -> int:
+    """Compute capability times ten from which on GPUs have numbers of a type of Triton's."""
+    return 89 if dtype == "fp8e4nv" else 80
+
+
 def signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
     """Type of each of the kernel's arguments: as given, "constexpr" for constants, "i32" for the rest."""
     return {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -121,7 +132,7 @@ def compile_ahead(specialization: Specialization, arch: int) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    label, kernel, types, constants, options = specialization
+    label, kernel, types, constants, options, _ = specialization
     if not isinstance(kernel, triton.runtime.JITFunction):
         raise TypeError(f"{label}: {type(kernel).__name__} cannot be compiled")
     aligned = {

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.key_shares import Dealt, own_piece, pick_pieces
+from fathom.kernels.triton_aot import Specialization, least_for, signature
 
 FIELDS = ("row", "begin", "end", "compact_start", "compact_length", "evidence")
 
@@ -148,6 +149,7 @@ def two_segment_attention(
 @triton.jit
 def _fold(q, k, v, visible, scale, top, total, acc):
     """One block of keys into the running softmax; q [ROWS, D], k and v [BLOCK, D], visible [ROWS, BLOCK]."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -192,7 +194,8 @@ def _segments_kernel(
     in_d, in_v = d < HEAD_DIM, dv < VALUE_DIM
     q_at = b * stride_query_batch + w * stride_query_window + head * stride_query_head
     q = tl.load(query + q_at[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
-    q = q.to(keys.dtype.element_ty)
+    if keys.dtype.element_ty.primitive_bitwidth > 8:
+        q = q.to(keys.dtype.element_ty)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
@@ -243,7 +246,11 @@ evidence of 64 keys the norms alone take 64 registers, and only two programs fit
 
 
 def _tile(rows: int, dim: int, itemsize: int, evidence: bool) -> tuple[int, dict[str, int]]:
-    """Keys per block, warps and stages with which nothing spills; ``dim`` is a head's, of keys or values."""
+    """Keys per block, warps and stages with which nothing spills.
+
+    Args:
+        dim: a head's, of keys or values. itemsize: of what is multiplied.
+    """
     many = rows > 16
     if not many and dim <= 128 and itemsize == 2:
         block, warps, stages = WITH_EVIDENCE if evidence else PLAIN
@@ -282,7 +289,8 @@ def two_segment_attention_triton(
     pieces = pick_pieces(kv_heads, processors)
     # tl.dot needs 16 rows.
     rows = max(triton.next_power_of_2(group * window), 16)
-    block, options = _tile(rows, max(head_dim, value_dim), pool[0].itemsize, evidence is not None)
+    itemsize = query.itemsize if pool[0].itemsize == 1 else pool[0].itemsize
+    block, options = _tile(rows, max(head_dim, value_dim), itemsize, evidence is not None)
     dealt = Dealt(query.flatten(0, 1), value_dim, batch, pieces, packed_output)
     lse = dealt.lse
     logits, norms = (lse, lse) if evidence is None else (evidence.logits, evidence.key_norms)
@@ -298,30 +306,37 @@ def two_segment_attention_triton(
     return merged.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
 
 
-def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """Label, kernel, signature, constants and options of typical launches, for compilation without a device."""
-    shapes = [  # dtype, group, window, rows, head_dim, evidence, captured
-        ("bf16", 4, 1, 16, 128, False, False),
-        ("bf16", 4, 1, 16, 128, True, False),
-        ("bf16", 4, 1, 16, 128, True, True),
-        ("bf16", 8, 1, 16, 256, True, True),
-        ("fp32", 4, 1, 16, 128, True, False),
-        ("fp16", 3, 1, 16, 80, False, False),
+def specializations() -> list[Specialization]:
+    """What to compile ahead of time."""
+    shapes = [  # dtype, dtype of KV, group, window, rows, head_dim, evidence, captured
+        ("bf16", "bf16", 4, 1, 16, 128, False, False),
+        ("bf16", "bf16", 4, 1, 16, 128, True, False),
+        ("bf16", "bf16", 4, 1, 16, 128, True, True),
+        ("bf16", "bf16", 8, 1, 16, 256, True, True),
+        ("bf16", "fp8e4nv", 4, 1, 16, 128, True, True),
+        ("bf16", "fp8e5", 4, 1, 16, 128, False, False),
+        ("fp16", "fp8e5", 4, 1, 16, 128, True, True),
+        ("fp32", "fp32", 4, 1, 16, 128, True, False),
+        ("fp16", "fp16", 3, 1, 16, 80, False, False),
     ]
     floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms"], "*fp32")
-    results: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
-    for dtype, group, window, rows, dim, evidence, captured in shapes:
+    results = []
+    for dtype, kv, group, window, rows, dim, evidence, captured in shapes:
         padded = triton.next_power_of_2(dim)
         block, options = _tile(rows, dim, 4 if dtype == "fp32" else 2, evidence)
         constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
         constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
         constants |= {"EVIDENCE": evidence, "THERE": captured}
-        tensors = dict.fromkeys(["query", "keys", "values", "compact_keys", "compact_values"], "*" + dtype)
+        tensors = dict.fromkeys(["keys", "values", "compact_keys", "compact_values"], "*" + kv)
+        tensors["query"] = "*" + dtype
         types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32", "where": "*i32"}
         types["pitch"] = "*i32" if captured else "i32"
         label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
-        label += ", captured" if captured else ""
-        names = _segments_kernel.arg_names
-        signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-        results.append((f"segments_kernel {label}", _segments_kernel, signature, constants, options))
+        label += (", captured" if captured else "") + (f", KV {kv}" if kv != dtype else "")
+        own = signature(_segments_kernel, types, constants)
+        results.append(
+            Specialization(
+                f"segments_kernel {label}", _segments_kernel, own, constants, options, least_for(kv)
+            )
+        )
     return results

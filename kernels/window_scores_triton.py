@@ -5,11 +5,11 @@ A tile holds ``ROWS`` query rows times ``GROUP_P`` query heads of one KV head (l
 ``_row_mean`` compute the logits again and reduce them. Logits are in units of log2, so that exp2 serves.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
+
+from fathom.kernels.triton_aot import NARROW_KV, Specialization, least_for, signature
 
 MAX_POOL = 32
 TILE_LINES = 64
@@ -389,15 +389,16 @@ def row_mean(
     )  # fmt: skip
 
 
-def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """What to compile ahead of time: label, kernel, signature, constants and options, for common shapes."""
+def specializations() -> list[Specialization]:
+    """What to compile ahead of time, for common shapes."""
     found = []
-    for heads, kv_heads, dim, dtype in (
-        (32, 8, 128, torch.bfloat16),
-        (32, 4, 128, torch.bfloat16),
-        (16, 4, 256, torch.bfloat16),
-        (16, 2, 256, torch.bfloat16),
-        (4, 2, 64, torch.float32),
+    for heads, kv_heads, dim, dtype, kv in (
+        (32, 8, 128, torch.bfloat16, ""),
+        (32, 4, 128, torch.bfloat16, ""),
+        (16, 4, 256, torch.bfloat16, ""),
+        (16, 2, 256, torch.bfloat16, ""),
+        (4, 2, 64, torch.float32, ""),
+        *((32, 8, 128, torch.bfloat16, kv) for kv in NARROW_KV),
     ):
         tile = tile_constants(heads, kv_heads, dim, dtype)
         for kernel, constants in (
@@ -405,15 +406,15 @@ def specializations() -> list[tuple[str, Any, dict[str, str], dict[str, Any], di
             (_pooled_max, {"POOL": 13, "POOL_BITS": 4} | tile),
             (_row_mean, {"CAUSAL": True} | tile),
         ):
-            name = f"window {kernel.__name__.strip('_')} {heads}/{kv_heads}x{dim} {dtype}"
-            found.append((name, kernel, _signature(kernel, dtype, constants), constants, _OPTIONS))
+            name = (
+                f"window {kernel.__name__.strip('_')} {heads}/{kv_heads}x{dim} {dtype}{kv and f', KV {kv}'}"
+            )
+            own = signature(kernel, _types("fp32" if dtype == torch.float32 else "bf16", kv), constants)
+            found.append(Specialization(name, kernel, own, constants, _OPTIONS, least_for(kv)))
     return found
 
 
-def _signature(kernel: Any, dtype: torch.dtype, constants: dict[str, Any]) -> dict[str, str]:
-    kinds = dict.fromkeys(("query", "keys"), "*fp32" if dtype == torch.float32 else "*bf16")
-    kinds |= {"table": "*i64"} | dict.fromkeys(("first_row", "lengths"), "*i32")
-    kinds |= dict.fromkeys(("part_max", "part_sum", "row_max", "row_inverse", "out"), "*fp32") | {
-        "scale": "fp32"
-    }
-    return {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in kernel.arg_names}
+def _types(dtype: str, kv_dtype: str) -> dict[str, str]:
+    kinds = {"query": f"*{dtype}", "keys": f"*{kv_dtype or dtype}", "table": "*i64", "scale": "fp32"}
+    kinds |= dict.fromkeys(("first_row", "lengths"), "*i32")
+    return kinds | dict.fromkeys(("part_max", "part_sum", "row_max", "row_inverse", "out"), "*fp32")

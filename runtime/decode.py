@@ -46,6 +46,7 @@ class Shape:
         device: of keys and values. What each request reads is decided on the host.
         memory: bytes of a GPU that has them; 0 on a CPU.
         devices: that have as many heads each.
+        query_dtype: where it is not ``dtype``, which is that of keys and values.
     """
 
     layers: int
@@ -60,6 +61,7 @@ class Shape:
     device: torch.device | str = "cpu"
     memory: int = 0
     devices: int = 1
+    query_dtype: torch.dtype | None = None
 
     def run(self, options: SfiOptions) -> RunShape:
         """Size of one request's compact buffers."""
@@ -141,7 +143,8 @@ class SlowFast:
         """Compile the attention now, so that no request waits for it (a few seconds, cached on disk)."""
         shape = self.shape
         there = {"device": shape.device}
-        query = torch.zeros(1, 1, shape.heads, shape.head_dim, dtype=shape.dtype, **there)
+        dtype = shape.query_dtype or shape.dtype
+        query = torch.zeros(1, 1, shape.heads, shape.head_dim, dtype=dtype, **there)
         keys, values = (
             torch.zeros(1, shape.kv_heads, dim, dtype=shape.dtype, **there)
             for dim in (shape.head_dim, shape.value_dim)

@@ -51,9 +51,10 @@ def ask_all(server, names):
 class Oracle:
     """Answers of a target and its draft, with explicit masks; the target on several devices if asked."""
 
-    def __init__(self, target, draft, triggers, devices=1):
+    def __init__(self, target, draft, triggers, devices=1, kv_dtype=None):
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.draft, self.triggers = drafted.Draft(draft), triggers
+        self.model.config.kv_dtype = self.draft.model.config.kv_dtype = kv_dtype
         self.settings = dataclasses.replace(SETTINGS, devices=devices)
 
     def check(self, name, answer, tokens=NEW_TOKENS, tolerance=TOLERANCE):

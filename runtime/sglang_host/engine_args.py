@@ -39,6 +39,9 @@ WHERE_POSSIBLE = "where-possible"
 OLDEST_GPU = 8, 0
 """Compute capability. Older ones have less shared memory than the kernels ask for."""
 
+OLDEST_WITH_E4M3 = 8, 9
+"""Compute capability. Of keys and values of 8 bits, older GPUs have e5m2."""
+
 TRITON_BACKEND = "fathom_triton"
 """Our attention backend's name on a GPU. SGLang takes it for one that launches Triton kernels, which it is."""
 
@@ -69,6 +72,13 @@ def _buffers_filled_before_each_replay(_: Any) -> bool:
     from sglang.srt.environ import envs
 
     return not envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
+
+
+def has_e4m3() -> bool:
+    """Whether the GPU, or one that none is seen of, has e4m3."""
+    import torch
+
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= OLDEST_WITH_E4M3
 
 
 def _token_by_token(_: Any) -> bool:
@@ -114,7 +124,20 @@ WIDE_KV = Rule(
     (),
     lambda args: args.kv_cache_dtype in WIDE and args.speculative_draft_kv_cache_dtype in WIDE,
     "--kv-cache-dtype auto or bfloat16, and the same for --speculative-draft-kv-cache-dtype",
-    "the kernels read keys and values of 16 or 32 bits",
+    "the kernels of a CPU read keys and values of 16 or 32 bits",
+)
+NARROW = "fp8_e4m3", "fp8_e5m2"
+KV_OF_A_GPU = Rule(
+    (),
+    lambda args: {args.kv_cache_dtype, args.speculative_draft_kv_cache_dtype} <= {*WIDE, *NARROW},
+    f"--kv-cache-dtype auto, bfloat16, {' or '.join(NARROW)}, and the same for --speculative-draft-kv-cache-dtype",
+    "the kernels read no other keys and values",
+)
+E4M3_OF_A_GPU = Rule(
+    (),
+    lambda args: NARROW[0] not in {args.kv_cache_dtype, args.speculative_draft_kv_cache_dtype} or has_e4m3(),
+    f"{NARROW[1]} in place of {NARROW[0]}",
+    "GPUs have the latter from compute capability 8.9 on",
 )
 OWN_DRAFT = Rule(
     (),
@@ -142,7 +165,7 @@ NO_CANARY = Rule(
 )
 ANYWHERE = (
     *(ROWS_TOGETHER, NOTHING_BY_SLOT, NO_COPIES, NO_CANARY, ONE_COPY, ONE_STAGE),
-    *(WIDE_KV, OWN_DRAFT, KV_BY_TOKEN),
+    *(OWN_DRAFT, KV_BY_TOKEN),
 )
 """Asked for on a CPU too."""
 
@@ -175,6 +198,7 @@ CPU_RULES = (
         "--ep-size 1",
         "each process looks for every expert",
     ),
+    WIDE_KV,
     *ANYWHERE,
 )
 
@@ -234,6 +258,8 @@ GPU_RULES = (
         "rows are chosen between layers, where a fused reduction is still to come",
         ("--flashinfer-allreduce-fusion-backend",),
     ),
+    KV_OF_A_GPU,
+    E4M3_OF_A_GPU,
     *ANYWHERE,
 )
 

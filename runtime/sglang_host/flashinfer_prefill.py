@@ -4,7 +4,8 @@ One wrapper per span, because a plan belongs to the lengths of one span's tables
 workspace. A plan is made from what the host knows of a step, and is the plan of all layers of its span.
 
 The paged kernels read keys and values where they lie, an address for each. On request, steps of many rows have
-them copied into one piece of memory first, layer by layer, for the kernels that read such pieces.
+them copied into one piece of memory first, layer by layer, for the kernels that read such pieces. Keys and values
+of 8 bits are read no other way: the copies are of the queries' type.
 """
 
 import logging
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from fathom.kernels.store_kv import EIGHT_BITS
 from fathom.runtime.kv.device_view import DUMMY, DeviceTables, DeviceView
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host import devices
@@ -39,6 +41,11 @@ ROWS_PER_COPY = 1024
 heads on each KV head, a copy at 4 TB/s then costs a sixteenth of what attention at 500 TFLOP/s does."""
 MOST_COPIED = 1 << 18
 """Entries of a step: those of 8 KV heads of 128 take 1 GiB."""
+ROWS_PER_WIDENED = 256
+"""The same of 8 bits: a copy then costs at most a quarter of what attention does, which by Triton's kernels takes
+twice as long. By those figures, not measured."""
+WIDENED_AT_ONCE = 1 << 15
+"""Entries of 8 bits that are copied in one go: as bytes, before they become numbers of 16 bits."""
 FAR = 0.05
 """Largest difference from PyTorch's float32 that 16-bit products of standard normal numbers may have."""
 
@@ -110,9 +117,9 @@ def why_not(
     """Why FlashInfer does not take a layout; "" where it does."""
     if device.type != "cuda":
         return NO_GPU
-    if kv_dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashInfer is given float16 and bfloat16 KV, not {_name(kv_dtype)}"
-    if model_dtype != kv_dtype:
+    if kv_dtype not in (torch.float16, torch.bfloat16, *EIGHT_BITS):
+        return f"FlashInfer is given KV of 8 bits, float16 and bfloat16, not {_name(kv_dtype)}"
+    if model_dtype not in ((torch.float16, torch.bfloat16) if kv_dtype in EIGHT_BITS else (kv_dtype,)):
         return f"FlashInfer is given queries of the KV's type, not {_name(model_dtype)} and {_name(kv_dtype)}"
     if head_dim != value_dim:
         return f"FlashInfer is given keys and values of one size, not {head_dim} and {value_dim}"
@@ -141,9 +148,11 @@ def float_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> in
     return 4 * heads * (2 * processors // kv_heads) * tile * (head_dim + 1)
 
 
-def device_bytes(spans: int, heads: int, kv_heads: int, head_dim: int, processors: int, room: int = 0) -> int:
+def device_bytes(
+    spans: int, heads: int, kv_heads: int, head_dim: int, processors: int, room: int = 0, narrow: bool = False
+) -> int:
     """Bytes of device memory that a :class:`FlashInferPrefill` takes."""
-    wrappers = 2 * spans if room else spans
+    wrappers = spans * (bool(room) + (not narrow))
     copies = 2 * room * kv_heads * head_dim * torch.bfloat16.itemsize
     return float_bytes(heads, kv_heads, head_dim, processors) + wrappers * PLAN_BYTES + copies
 
@@ -190,6 +199,7 @@ class FlashInferPrefill:
     Attributes:
         plans: how often a span was planned.
         gathered_plans: how often of these for keys and values that are copied first.
+        kv_dtype: of keys and values in the pool.
     """
 
     def __init__(
@@ -204,26 +214,31 @@ class FlashInferPrefill:
         make: Callable[[torch.Tensor], PagedWrapper] = paged_wrapper,
         make_ragged: Callable[[torch.Tensor], RaggedWrapper] = ragged_wrapper,
         room: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
-            dtype: of queries, keys, values and output.
+            dtype: of queries and output, and of keys and values where ``kv_dtype`` does not say otherwise.
             processors: multiprocessors of the device.
             make, make_ragged: a wrapper over a float workspace [bytes] uint8, which it shares with all others.
             room: for copies of so many entries of a step; 0 to read all where they lie.
+            kv_dtype: of keys and values, if not ``dtype``; of 8 bits they are copied, or left to Triton's kernels.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.kv_dtype = dtype, device, kv_dtype or dtype
+        self.narrow = self.kv_dtype in EIGHT_BITS
         size = float_bytes(heads, kv_heads, head_dim, processors)
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        self._paged = [Planned(make(workspace)) for _ in range(spans)]
+        self._paged = [Planned(make(workspace)) for _ in range(0 if self.narrow else spans)]
         self._ragged = [Planned(make_ragged(workspace)) for _ in range(spans if room else 0)]
         self._copies = tuple(
             torch.empty(room, kv_heads, head_dim, dtype=dtype, device=device) for _ in range(2)
         )
         self.plans = self.gathered_plans = 0
 
-    def takes(self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], there: DeviceView) -> bool:
+    def takes(
+        self, query: torch.Tensor, pool: tuple[torch.Tensor, torch.Tensor], view: SpanView, there: DeviceView
+    ) -> bool:
         """Whether :meth:`attend` is for this layer and step: its sizes, and more than a few rows of a segment.
 
         FlashInfer reads the entries of all segments one after the other.
@@ -231,7 +246,9 @@ class FlashInferPrefill:
         return (
             there.most_new > FEW_ROWS
             and there.packed
-            and query.dtype == pool[0].dtype == pool[1].dtype == self.dtype
+            and query.dtype == self.dtype
+            and pool[0].dtype == pool[1].dtype == self.kv_dtype
+            and (not self.narrow or self.gathers(view))
             and query.shape[1:] == (self.heads, self.head_dim)
             and pool[0].shape[1:] == pool[1].shape[1:] == (self.kv_heads, self.head_dim)
         )
@@ -266,14 +283,20 @@ class FlashInferPrefill:
             return
         copies = [copy[:entries] for copy in self._copies]
         for held, copy in zip(pool, copies, strict=True):
-            torch.index_select(held, 0, slots, out=copy)
+            if not self.narrow:
+                torch.index_select(held, 0, slots, out=copy)
+                continue
+            raw = held.view(torch.uint8)
+            for part, own in zip(copy.split(WIDENED_AT_ONCE), slots.split(WIDENED_AT_ONCE), strict=True):
+                part.copy_(raw.index_select(0, own).view(held.dtype))
         self._planned(self._ragged[span], view, there, scale, None).run(query, *copies, out=output)
 
     def gathers(self, view: SpanView) -> bool:
         """Whether :meth:`attend` copies what a step reads first."""
         entries = int(view.entry[-1])
         read = int(np.diff(view.query) @ np.diff(view.entry))
-        return entries <= len(self._copies[0]) and read >= ROWS_PER_COPY * entries > 0
+        per_entry = ROWS_PER_WIDENED if self.narrow else ROWS_PER_COPY
+        return entries <= len(self._copies[0]) and read >= per_entry * entries > 0
 
     def _planned(
         self, held: Planned, view: SpanView, there: DeviceView, scale: float, slots: torch.Tensor | None
@@ -325,14 +348,18 @@ class FlashInferPrefill:
         slots, rows = counts.sum(0).tolist()
         noise = torch.Generator(self.device).manual_seed(1)
         query, keys, values = (
-            torch.randn(n, heads, self.head_dim, generator=noise, device=self.device).to(self.dtype)
-            for n, heads in ((rows, self.heads), *[(slots + 1, self.kv_heads)] * 2)
+            torch.randn(n, heads, self.head_dim, generator=noise, device=self.device).to(dtype)
+            for n, heads, dtype in (
+                (rows, self.heads, self.dtype),
+                *[(slots + 1, self.kv_heads, self.kv_dtype)] * 2,
+            )
         )
         order = np.random.default_rng(1).permutation(slots) + 1
         entry, bounds = (np.concatenate([[0], np.cumsum(column)]) for column in counts.T)
         view = SpanView(order.astype(np.int32).__getitem__, entry, bounds, np.zeros(rows, np.int64))
         there = DeviceTables(1, len(counts), slots, rows, self.device).fill(0, view)
-        scale, kinds = self.head_dim**-0.5, [False, True][: 1 + (slots <= len(self._copies[0]))]
+        kinds = [False] * (not self.narrow) + [True] * (slots <= len(self._copies[0]))
+        scale = self.head_dim**-0.5
         found = [torch.empty_like(query) for _ in kinds]
         for gathers, output in zip(kinds, found, strict=True):
             self.attend(0, view, there, query, (keys, values), scale, output, gathers)
@@ -340,7 +367,9 @@ class FlashInferPrefill:
         for i, (length, new) in enumerate(counts.tolist()):
             own = slice(int(bounds[i]), int(bounds[i + 1]))
             read = there.table[1 + int(entry[i]) :][:length, 0].long()
-            q, k, v = (x.float().transpose(0, 1) for x in (query[own], keys[read], values[read]))
+            q, k, v = (
+                x.transpose(0, 1) for x in (query.float()[own], keys.float()[read], values.float()[read])
+            )
             seen = torch.ones(new, length, dtype=torch.bool, device=self.device).tril(length - new)
             wanted[own] = torch.nn.functional.scaled_dot_product_attention(
                 *(q[None], k[None], v[None]), attn_mask=seen, scale=scale, enable_gqa=True
@@ -363,9 +392,9 @@ def choose(
     layout = layout_of(runner)
     if reason := why_not(*layout, device):
         return None, reason
-    _, dtype, heads, kv_heads, head_dim, _ = layout
+    kv_dtype, dtype, heads, kv_heads, head_dim, _ = layout
     shape = spans, heads, kv_heads, head_dim, dtype, device, processors_of(device)
-    made = make(*shape, room=_most_copied(runner))
+    made = make(*shape, room=_most_copied(runner), kv_dtype=kv_dtype)
     reason = _trial(made)
     if reason:
         logger.warning("prefill attention stays with Triton: %s", reason)
@@ -386,12 +415,14 @@ def reserved_bytes(runner: "ModelRunner", spans: int) -> int:
     if OPTIONS.prefill == TRITON or why_not(*layout, device):
         return 0
     _, _, heads, kv_heads, head_dim, _ = layout
-    return device_bytes(spans, heads, kv_heads, head_dim, processors_of(device), _most_copied(runner))
+    shape = spans, heads, kv_heads, head_dim, processors_of(device)
+    return device_bytes(*shape, _most_copied(runner), runner.kv_cache_dtype in EIGHT_BITS)
 
 
 def _most_copied(runner: "ModelRunner") -> int:
     """Entries of a step that may be copied."""
-    return min(runner.model_config.context_len, MOST_COPIED) if OPTIONS.prefill == GATHERED else 0
+    copied = OPTIONS.prefill == GATHERED or runner.kv_cache_dtype in EIGHT_BITS
+    return min(runner.model_config.context_len, MOST_COPIED) if copied else 0
 
 
 def _trial(made: FlashInferPrefill) -> str:

@@ -110,6 +110,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
         device=keys.device,
         memory=gpu_bytes(runner),
         devices=runner.ps.tp_size,
+        query_dtype=config.dtype,
     )
     vocabulary = config.vocab_size
     ids = trigger_ids(getattr(tokenizer, "backend_tokenizer", tokenizer))

@@ -18,6 +18,7 @@ from fathom.kernels.key_shares import pick_pieces
 from fathom.kernels.paged_decode import paged_decode
 from fathom.kernels.paged_extend import TILES, paged_extend, pick_splits, tiles_of
 from fathom.kernels.span_tables import BLOCK, span_tables
+from fathom.kernels.store_kv import EIGHT_BITS, narrowed, store_kv_8bit
 from fathom.runtime.captured import CapturedStep
 from fathom.runtime.config import MOST_DRAFTED
 from fathom.runtime.decode import SlowFast
@@ -26,6 +27,7 @@ from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.kv.view import Batch, SpanView, TableView
 from fathom.runtime.sglang_host import attention_layers, devices, flashinfer_prefill
+from fathom.runtime.sglang_host.engine_args import has_e4m3
 from fathom.runtime.sglang_host.span_attention import SpanAttentionBackend
 from fathom.runtime.staging import send
 
@@ -59,7 +61,12 @@ def most_prefilled(longest: int) -> int:
 
 
 class TritonAttentionBackend(SpanAttentionBackend):
-    """Paged attention in Triton: float32, bfloat16 and float16, any group and head size, chunked prefill."""
+    """Paged attention in Triton: float32, bfloat16 and float16, KV of 8 bits too, any group and head size, chunked
+    prefill.
+
+    KV of 8 bits is read as it is stored by whoever reads it, the rows' own pass included: what a token sees does
+    not depend on where a prompt is cut into chunks.
+    """
 
     name = "Triton"
     mirror: PageMirror | None = None
@@ -81,10 +88,15 @@ class TritonAttentionBackend(SpanAttentionBackend):
         super().__init__(model_runner)
         if attention_layers.window_of(model_runner):
             raise NotImplementedError("the Triton attention backend has no sliding window")
-        if model_runner.kv_cache_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        kv_dtype = model_runner.kv_cache_dtype
+        if kv_dtype not in (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BITS):
             raise NotImplementedError(
-                f"the Triton attention backend has no {model_runner.kv_cache_dtype} KV; use --kv-cache-dtype auto"
+                f"the Triton attention backend has no {kv_dtype} KV; use --kv-cache-dtype auto"
             )
+        if kv_dtype in EIGHT_BITS:
+            attention_layers.refuse_kv_scales(model_runner.model, torch.finfo(kv_dtype).max)
+        if kv_dtype == torch.float8_e4m3fn and not has_e4m3():
+            raise NotImplementedError("this GPU has no e4m3; use --kv-cache-dtype fp8_e5m2 or bfloat16")
         rows, self.longest = self.req_to_token.shape
         device = self.req_to_token.device
         spans = getattr(self.token_to_kv_pool, "spans", 1)
@@ -97,6 +109,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.processors = 1
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.narrow = self.token_to_kv_pool.get_key_buffer(0).dtype in EIGHT_BITS
         if runs_triton(self.tables.first.slots):
             self._warm_up(devices.heads_of(model_runner.model_config, model_runner.ps.tp_size)[0])
 
@@ -109,17 +122,21 @@ class TritonAttentionBackend(SpanAttentionBackend):
         pool = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
         kv_heads = pool[0].shape[1]
         there = {"dtype": self.runner.model_config.dtype, "device": pool[0].device}
+        stored = {"dtype": pool[0].dtype} if self.narrow else {}
         room = self.tables.first
-        # The dummy slot's row of the table, and no entry of it.
+        # The dummy slot's row of the table, and no entry of it; what is written goes there.
         table, none = room.slots[0].unsqueeze(1), room.head[0, 0, :1]
         for splits in (1, 2):
             for lines in TILES:
                 new = max(lines * kv_heads // heads, 1)
                 query, output = (torch.zeros(new, heads, x.shape[2], **there) for x in pool)
-                keys, values = (torch.zeros(new, kv_heads, x.shape[2], **there) for x in pool)
+                keys, values = (torch.zeros(new, kv_heads, x.shape[2], **(there | stored)) for x in pool)
                 bounds = torch.arange(2, dtype=torch.int32, device=query.device) * new
                 paged_extend(query, keys, values, *pool, table, none, none, bounds, new, 1.0, splits, output)
         paged_decode(query[:1], *pool, table, none, none, 1.0, 1, output[:1])
+        if self.narrow:
+            keys, values = (torch.zeros(1, kv_heads, x.shape[2], **there) for x in pool)
+            store_kv_8bit(keys, values, pool, room.write[0, :1])
         blocks = torch.zeros(1, BLOCK, dtype=torch.int32, device=room.head.device)
         lists = room.head, room.slots, room.write
         # No request.
@@ -268,6 +285,12 @@ class TritonAttentionBackend(SpanAttentionBackend):
         forward = self.forward_extend if self.captures == SEVERAL else super().forward_decode
         return forward(q, k, v, layer, *args, **kw)
 
+    def store(self, layer: "RadixAttention", slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if self.narrow:
+            store_kv_8bit(*self._heads(k, v, layer), self._pool(layer), slots)
+        else:
+            super().store(layer, slots, k, v)
+
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
         if self.captures in (ALTERNATING, RENEWING):
@@ -305,7 +328,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             flashinfer is not None
             and self.stored
             and skipped is None
-            and flashinfer.takes(query, pool, there)
+            and flashinfer.takes(query, pool, span_view, there)
         ):
             flashinfer.attend(
                 self.span_of(layer.layer_id), span_view, there, query, pool, layer.scaling, output
@@ -313,6 +336,9 @@ class TritonAttentionBackend(SpanAttentionBackend):
             return
         if new is None:
             new = pool[0][there.write], pool[1][there.write]
+        elif self.narrow:
+            # Not from the pool: a row whose keys it has already writes them to the dummy slot.
+            new = narrowed(new[0], pool[0].dtype), narrowed(new[1], pool[1].dtype)
         prefixes = there.prefixes if skipped is None else self._prefixes(span_view, skipped)
         segments, most_new, most_prefix, usual_new = len(prefixes), there.most_new, there.most_prefix, None
         if self.captures == SEVERAL:

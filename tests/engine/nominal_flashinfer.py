@@ -22,16 +22,16 @@ class RaggedInFloat32(Ragged):
 
 
 def choose(runner, spans, device):
-    _, dtype, heads, kv_heads, head_dim, _ = flashinfer_prefill.layout_of(runner)
+    kv_dtype, dtype, heads, kv_heads, head_dim, _ = flashinfer_prefill.layout_of(runner)
     shape = spans, heads, kv_heads, head_dim, dtype, device
     room = flashinfer_prefill._most_copied(runner)
-    makers = {"make": InFloat32, "make_ragged": RaggedInFloat32}
-    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, **makers, room=room), ""
+    how = {"make": InFloat32, "make_ragged": RaggedInFloat32, "room": room, "kv_dtype": kv_dtype}
+    return flashinfer_prefill.FlashInferPrefill(*shape, processors=1, **how), ""
 
 
 flashinfer_prefill.choose = choose
 flashinfer_prefill.FEW_ROWS = 0
-flashinfer_prefill.ROWS_PER_COPY = 8
+flashinfer_prefill.ROWS_PER_COPY = flashinfer_prefill.ROWS_PER_WIDENED = 8
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

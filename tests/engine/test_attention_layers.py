@@ -45,3 +45,16 @@ def test_attention_that_is_scaled_by_positions_is_refused(changed, value):
     setattr(model[1], changed, value)
     with pytest.raises(NotImplementedError, match="the Fathom attention backend does not scale attention"):
         attention_layers.refuse_scaling(model, "Fathom")
+
+
+def test_a_checkpoint_whose_keys_8_bits_cannot_hold_is_refused():
+    model = torch.nn.ModuleList([attention(0), attention(1)])
+    for scale in (None, 0.02, 1.0):
+        model[0].k_scale_float = scale
+        attention_layers.refuse_kv_scales(model, 448.0)
+    model[1].v_scale_float = 1.5
+    attention_layers.refuse_kv_scales(model, 57344.0)
+    with pytest.raises(
+        NotImplementedError, match="up to 448, and this checkpoint's goes up to 672; use --kv-cache"
+    ):
+        attention_layers.refuse_kv_scales(model, 448.0)

@@ -34,7 +34,7 @@ from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
 
 ROWS, LONGEST, SLOTS, SPANS = 16, 40003, 60000, 2
 TRIGGERS = np.zeros(10, bool)
-BY_WARP = "_by_warp_kernel"
+BY_WARP, STORE = "_by_warp_kernel", "_store_kernel"
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def forms(monkeypatch):
 class Server:
     """What a server makes at start: the target's backend, slow-fast decoding, FastKV and a draft's look-ahead."""
 
-    def __init__(self, heads, kv_heads, dim, dtype):
+    def __init__(self, heads, kv_heads, dim, dtype, kv_dtype):
         self.heads, self.kv_heads, self.dim, self.dtype = heads, kv_heads, dim, dtype
-        self.pool = [torch.zeros(SLOTS + 1, kv_heads, dim, dtype=dtype) for _ in range(2)]
+        self.pool = [torch.zeros(SLOTS + 1, kv_heads, dim, dtype=kv_dtype) for _ in range(2)]
         config = SimpleNamespace(
             is_encoder_decoder=False,
             num_attention_heads=heads,
@@ -82,7 +82,7 @@ class Server:
             use_mla_backend=False,
             sliding_window_size=None,
             model=torch.nn.Module(),
-            kv_cache_dtype=dtype,
+            kv_cache_dtype=kv_dtype,
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=buffers,
             token_to_kv_pool_allocator=SimpleNamespace(memory=KvMemory(SLOTS, 1, SPANS, SLOTS)),
@@ -90,7 +90,7 @@ class Server:
         )
         self.backend = TritonAttentionBackend(runner)
         self.backend.processors = 132
-        shape = Shape(SPANS, 1, heads, kv_heads, dim, dim, dtype, LONGEST, ROWS)
+        shape = Shape(SPANS, 1, heads, kv_heads, dim, dim, kv_dtype, LONGEST, ROWS, query_dtype=dtype)
         options = SfiOptions(SfiConfig(selected=1000), buffer_mib=64, evidence_mib=1)
         self.slow_fast = SlowFast(shape, options, TRIGGERS)
         compression.warm_up(*self.pool, heads, dtype)
@@ -160,22 +160,24 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype"),
+    ("heads", "kv_heads", "dim", "dtype", "kv_dtype"),
     [
-        (8, 2, 128, torch.bfloat16),
-        (16, 2, 256, torch.bfloat16),
-        (6, 3, 64, torch.float16),
-        (4, 2, 64, torch.float32),
+        (8, 2, 128, torch.bfloat16, torch.bfloat16),
+        (16, 2, 256, torch.bfloat16, torch.bfloat16),
+        (6, 3, 64, torch.float16, torch.float16),
+        (4, 2, 64, torch.float32, torch.float32),
+        (8, 2, 128, torch.bfloat16, torch.float8_e4m3fn),
     ],
     ids=str,
 )
-def test_steps_ask_for_nothing_that_was_not_compiled_at_start(forms, heads, kv_heads, dim, dtype):
-    server = Server(heads, kv_heads, dim, dtype)
+def test_steps_ask_for_nothing_that_was_not_compiled_at_start(forms, heads, kv_heads, dim, dtype, kv_dtype):
+    server = Server(heads, kv_heads, dim, dtype, kv_dtype)
     compiled = frozenset(forms)
-    # What keeps the evidence of some shapes keeps none of others.
+    # What keeps the evidence of some shapes keeps none of others; PyTorch stores what is not rounded.
     names = {name for name, *_ in compiled}
-    assert names | {BY_WARP} == {item.kernel.__name__ for _, item in discover()}
-    assert (BY_WARP in names) == (dtype == torch.bfloat16 and heads // kv_heads < 8)
+    assert names | {BY_WARP, STORE} == {item.kernel.__name__ for _, item in discover()}
+    assert (BY_WARP in names) == (kv_dtype == torch.bfloat16 and heads // kv_heads < 8)
+    assert (STORE in names) == (kv_dtype == torch.float8_e4m3fn)
 
     def check(what):
         new = sorted({name for name, *_ in forms - compiled})

@@ -91,7 +91,7 @@ def test_an_unknown_flag_is_the_parsers_error(tiny_model):
         (("--hicache-storage-backend", "file"), r"no --hicache-storage-backend: it copies KV by slot"),
         (("--pp-size", "2"), r"--pp-size 1: a model is spread over devices by --tp-size"),
         (("--tp-size", "2", "--ep-size", "2"), r"--ep-size 1: each process looks for every expert"),
-        (("--kv-cache-dtype", "fp8_e5m2"), r"--kv-cache-dtype auto or bfloat16, .*: .* 16 or 32 bits"),
+        (("--kv-cache-dtype", "fp8_e5m2"), r"--kv-cache-dtype auto or bfloat16, .*: .* CPU .* 16 or 32 bits"),
         (("--speculative-draft-kv-cache-dtype", "fp8_e5m2"), r"--speculative-draft-kv-cache-dtype: .* bits"),
         (
             ("--speculative-draft-attention-backend", "triton"),

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.kernels.paged_extend import paged_extend_reference
+from fathom.kernels.store_kv import EIGHT_BITS
 from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, SpanView, Views
@@ -291,13 +292,32 @@ def test_steps_of_a_few_rows_and_other_layers_are_left_to_triton():
     made, kv = prefill(), pool()
     query = torch.zeros(40, HEADS, DIM, dtype=HALF)
     there = SimpleNamespace(most_new=17, packed=True)
-    assert made.takes(query, kv, there)
-    assert not made.takes(query, kv, SimpleNamespace(most_new=16, packed=True))
-    assert not made.takes(query, kv, SimpleNamespace(most_new=17, packed=False))
-    assert not made.takes(query.float(), kv, there)
-    assert not made.takes(query[:, 1:], kv, there)
-    assert not made.takes(query, (kv[0], kv[1][..., 1:]), there)
-    assert not made.takes(query, (kv[0], kv[1].bfloat16()), there)
+    view = span_view([80], [40])
+    assert made.takes(query, kv, view, there)
+    assert not made.takes(query, kv, view, SimpleNamespace(most_new=16, packed=True))
+    assert not made.takes(query, kv, view, SimpleNamespace(most_new=17, packed=False))
+    assert not made.takes(query.float(), kv, view, there)
+    assert not made.takes(query[:, 1:], kv, view, there)
+    assert not made.takes(query, (kv[0], kv[1][..., 1:]), view, there)
+    assert not made.takes(query, (kv[0], kv[1].bfloat16()), view, there)
+    assert not made.takes(query, tuple(x.to(EIGHT_BITS[0]) for x in kv), view, there)
+
+
+@pytest.mark.parametrize("narrow", EIGHT_BITS)
+def test_numbers_of_8_bits_are_read_from_copies_or_left_to_triton(narrow, monkeypatch):
+    monkeypatch.setattr(flashinfer_prefill, "ROWS_PER_WIDENED", 30)
+    monkeypatch.setattr(flashinfer_prefill, "WIDENED_AT_ONCE", 7)
+    made = FlashInferPrefill(1, HEADS, KV_HEADS, DIM, HALF, CPU, 132, Wrapper, Ragged, 80, narrow)
+    kv = tuple(x.to(narrow) for x in pool())
+    query, there = torch.zeros(40, HEADS, DIM, dtype=HALF), SimpleNamespace(most_new=17, packed=True)
+    assert made.takes(query, kv, span_view([80], [40]), there)
+    assert not made.takes(query, kv, span_view([80], [29]), there)  # few rows read an entry
+    assert not made.takes(query, kv, span_view([81], [40]), there)  # no room
+    assert not made.takes(query, pool(), span_view([80], [40]), there)
+    view = span_view([44, 36], [40, 36])
+    query, output = attend(made, 0, view, DeviceTables(1, 4, 99, 80, "cpu").fill(0, view), kv)
+    check(view, query, output, tuple(x.to(HALF) for x in kv))
+    assert made.gathered_plans == made.plans == 1 and not made._paged
 
 
 TAKEN = {
@@ -311,8 +331,8 @@ TAKEN = {
 }
 REASONS = [
     ({"device": CPU}, "FlashInfer needs an NVIDIA GPU"),
-    ({"kv_dtype": torch.float32}, "float16 and bfloat16 KV, not float32"),
-    ({"kv_dtype": torch.float8_e4m3fn}, "not float8_e4m3fn"),
+    ({"kv_dtype": torch.float32}, "8 bits, float16 and bfloat16, not float32"),
+    ({"kv_dtype": torch.float8_e4m3fn, "model_dtype": torch.float32}, "not float32 and float8_e4m3fn"),
     ({"model_dtype": torch.float16}, "queries of the KV's type, not float16 and bfloat16"),
     ({"value_dim": 64}, "keys and values of one size, not 128 and 64"),
     ({"head_dim": 96, "value_dim": 96}, "heads of 64, 128, 256, not 96"),
@@ -328,6 +348,7 @@ def importable(monkeypatch):
 @pytest.mark.parametrize(("changed", "said"), REASONS)
 def test_why_it_is_not_taken(importable, changed, said):
     assert flashinfer_prefill.why_not(**TAKEN) == ""
+    assert flashinfer_prefill.why_not(**TAKEN | {"kv_dtype": torch.float8_e5m2}) == ""
     assert said in flashinfer_prefill.why_not(**(TAKEN | changed))
 
 
@@ -358,10 +379,10 @@ def gpu(importable, monkeypatch):
 def choose(wrapper=Wrapper, ragged=Ragged, **changed):
     """With the constructor's places for wrappers, and the work in the host's memory."""
 
-    def make(spans, heads, kv_heads, head_dim, dtype, device, processors, room):
+    def make(spans, heads, kv_heads, head_dim, dtype, device, processors, room, kv_dtype):
         assert (device.type, processors) == ("cuda", 132)
         shape = spans, heads, kv_heads, head_dim, dtype, CPU, processors
-        return FlashInferPrefill(*shape, wrapper, ragged, room)
+        return FlashInferPrefill(*shape, wrapper, ragged, room, kv_dtype)
 
     return flashinfer_prefill.choose(runner(**changed), 4, torch.device("cuda"), make)
 
@@ -417,6 +438,13 @@ def test_copies_are_tried_too_where_they_are_asked_for(gpu, monkeypatch):
     assert made is None and reason.startswith("FlashInfer's results differ from PyTorch's by ")
 
 
+def test_numbers_of_8_bits_are_tried_from_copies(gpu):
+    made, reason = choose(kv_cache_dtype=torch.float8_e4m3fn)
+    assert reason == "" and (made.plans, made.gathered_plans) == (1, 1)
+    made, reason = choose(ragged=WrongCopies, kv_cache_dtype=torch.float8_e4m3fn)
+    assert made is None and reason.startswith("FlashInfer's results differ from PyTorch's by ")
+
+
 def test_what_else_keeps_triton(gpu, monkeypatch):
     assert choose(kv_cache_dtype=torch.float32) == (None, flashinfer_prefill.why_not(**TAKEN | REASONS[1][0]))
     assert flashinfer_prefill.choose(None, 4, CPU) == (None, "FlashInfer needs an NVIDIA GPU")
@@ -428,6 +456,9 @@ def test_its_memory_is_reserved_where_it_will_be_taken(gpu, monkeypatch):
     wanted = flashinfer_prefill.device_bytes(4, 32, 8, 128, 132)
     assert flashinfer_prefill.reserved_bytes(runner(), 4) == wanted
     assert flashinfer_prefill.reserved_bytes(runner(device="cpu"), 4) == 0
+    wanted = flashinfer_prefill.device_bytes(4, 32, 8, 128, 132, 4096, narrow=True)
+    assert wanted == flashinfer_prefill.device_bytes(4, 32, 8, 128, 132) + 2 * 4096 * 8 * 128 * 2
+    assert flashinfer_prefill.reserved_bytes(runner(kv_cache_dtype=torch.float8_e5m2), 4) == wanted
     monkeypatch.setattr(flashinfer_prefill.OPTIONS, "prefill", "gathered")
     wanted = flashinfer_prefill.device_bytes(4, 32, 8, 128, 132, 4096)
     assert flashinfer_prefill.reserved_bytes(runner(), 4) == wanted

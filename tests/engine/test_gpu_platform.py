@@ -92,7 +92,6 @@ REFUSED = {
     ("--attn-cp-size", "2", "--tp-size", "2"): "all rows of a step",
     ("--dcp-size", "2", "--tp-size", "2"): "all tokens of its heads",
     ("--enable-two-batch-overlap",): "all rows of a step",
-    ("--kv-cache-dtype", "fp8_e4m3"): "keys and values of 16 or 32 bits",
     ("--moe-a2a-backend", "deepep", "--tp-size", "2"): "all rows of a step",
     ("--moe-dense-tp-size", "1", "--tp-size", "2"): "all rows of a step",
     ("--enable-return-routed-experts",): "more slots than it expects",
@@ -169,37 +168,63 @@ def test_what_does_not_go_with_it(built, flags):
     assert built[flags].endswith("(--no-gpu-depth-pages serves dense, by SGLang's own path)")
 
 
+def arguments(**changed):
+    """SGLang's, as far as the rules look at them."""
+    graphs = {"decode": SimpleNamespace(backend="full"), "prefill": SimpleNamespace(backend="disabled")}
+    fields = {
+        "device": "cuda",
+        "attention_backend": engine_args.TRITON_BACKEND,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "cuda_graph_config": SimpleNamespace(**graphs),
+        "sampling_backend": "pytorch",
+        "flashinfer_allreduce_fusion_backend": None,
+        "kv_cache_dtype": "auto",
+        "speculative_draft_kv_cache_dtype": None,
+        "speculative_draft_attention_backend": None,
+        "hicache_storage_backend": None,
+        "kv_canary": "none",
+        "pp_size": 1,
+        "dp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+        "moe_a2a_backend": "none",
+        "moe_dense_tp_size": None,
+        "enable_return_routed_experts": False,
+        "enable_layernorm_sp": False,
+        "enable_attn_tp_input_scattered": False,
+        "enable_two_batch_overlap": False,
+    }
+    return SimpleNamespace(**(fields | changed))
+
+
 def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
     """A replay of it would copy from where the numbers of the step lay in which it was captured."""
-    graphs = {"decode": SimpleNamespace(backend="full"), "prefill": SimpleNamespace(backend="disabled")}
-    args = SimpleNamespace(
-        device="cuda",
-        attention_backend=engine_args.TRITON_BACKEND,
-        prefill_attention_backend=None,
-        decode_attention_backend=None,
-        cuda_graph_config=SimpleNamespace(**graphs),
-        sampling_backend="pytorch",
-        flashinfer_allreduce_fusion_backend=None,
-        kv_cache_dtype="auto",
-        speculative_draft_kv_cache_dtype=None,
-        speculative_draft_attention_backend=None,
-        hicache_storage_backend=None,
-        kv_canary="none",
-        pp_size=1,
-        dp_size=1,
-        attn_cp_size=1,
-        dcp_size=1,
-        moe_a2a_backend="none",
-        moe_dense_tp_size=None,
-        enable_return_routed_experts=False,
-        enable_layernorm_sp=False,
-        enable_attn_tp_input_scattered=False,
-        enable_two_batch_overlap=False,
-    )
+    args = arguments()
     engine_args.check_rules(args, engine_args.GPU_RULES, "KV in depth pages")
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     with pytest.raises(ValueError, match="needs SGLANG_ENABLE_METADATA_GLUE_GRAPH=0: what a captured"):
         engine_args.check_rules(args, engine_args.GPU_RULES, "KV in depth pages")
+
+
+@pytest.mark.parametrize("field", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])
+def test_keys_and_values_of_8_bits(monkeypatch, field):
+    def check(dtype):
+        engine_args.check_rules(arguments(**{field: dtype}), engine_args.GPU_RULES, "KV in depth pages")
+
+    with pytest.raises(
+        ValueError, match="needs --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2, and the"
+    ):
+        check("nvfp4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, has_e4m3 in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        check("fp8_e5m2")
+        if has_e4m3:
+            check("fp8_e4m3")
+            continue
+        with pytest.raises(ValueError, match=r"needs fp8_e5m2 in place of fp8_e4m3: .* 8\.9 on"):
+            check("fp8_e4m3")
 
 
 INSTALL = """

@@ -259,12 +259,19 @@ def test_a_pass_within_a_step_is_timed_once(monkeypatch):
         ({"use_mla_backend": True}, "the Triton attention backend serves .* multi-head latent attention"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "this model has an encoder"),
         ({"sliding_window_size": 4096}, "has no sliding window"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "has no torch.float8_e4m3fn KV; use --kv-cache-dtype auto"),
+        ({"kv_cache_dtype": torch.int8}, "has no torch.int8 KV; use --kv-cache-dtype auto"),
     ],
 )
 def test_what_it_does_not_do_is_refused_at_start(changed, said):
     with pytest.raises(NotImplementedError, match=said):
         triton_attention.TritonAttentionBackend(runner(**changed))
+
+
+def test_a_gpu_without_e4m3_is_told_what_it_has(monkeypatch):
+    """A checkpoint may ask for it where the command line does not."""
+    monkeypatch.setattr(triton_attention, "has_e4m3", lambda: False)
+    with pytest.raises(NotImplementedError, match="no e4m3; use --kv-cache-dtype fp8_e5m2"):
+        triton_attention.TritonAttentionBackend(runner(kv_cache_dtype=torch.float8_e4m3fn))
 
 
 def test_soft_capped_logits_are_refused():

@@ -25,6 +25,7 @@ from fathom.kernels.triton_aot import (
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = list(discover())
+FORMS = [(i, arch) for i, (_, item) in enumerate(FOUND) for arch in SHARED_MEMORY if arch >= item.least]
 
 
 def compile_found(index: int, arch: int) -> list[str]:
@@ -36,16 +37,13 @@ def compile_found(index: int, arch: int) -> list[str]:
 def compiled():
     """Every specialization for every device, in two processes of their own."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        yield {
-            (index, arch): pool.submit(compile_found, index, arch)
-            for index in range(len(FOUND))
-            for arch in SHARED_MEMORY
-        }
+        yield {(index, arch): pool.submit(compile_found, index, arch) for index, arch in FORMS}
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("arch", SHARED_MEMORY, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("index", range(len(FOUND)), ids=lambda index: FOUND[index][1].label)
+@pytest.mark.parametrize(
+    ("index", "arch"), FORMS, ids=[f"{FOUND[index][1].label}-sm_{arch}" for index, arch in FORMS]
+)
 def test_kernel_compiles_and_fits(compiled, index, arch):
     assert compiled[index, arch].result() == []
 

@@ -12,18 +12,28 @@ _asked: list[Attend] = []
 
 
 def _attention(module, query, key, value, mask, scaling, **_):
-    mixed = _asked[-1](module.layer_idx, query[0], key[0], value[0], scaling)
+    kept = (stored(x[0], getattr(module.config, "kv_dtype", None)) for x in (key, value))
+    mixed = _asked[-1](module.layer_idx, query[0], *kept, scaling)
     return mixed.transpose(0, 1).unsqueeze(0), None
 
 
 AttentionInterface.register("asked", _attention)
 
 
+def stored(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """What is left of keys or values that are kept as numbers of 8 bits: the nearest, or the largest."""
+    if dtype is None:
+        return x
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype).to(x.dtype)
+
+
 @torch.no_grad()
 def forward(
     model, ids: Sequence[int], attend: Attend, positions: torch.Tensor | None = None, rows: int = 1
 ) -> torch.Tensor:
-    """Run tokens through all layers; nothing is cached.
+    """Run tokens through all layers; nothing is cached. A model whose config has a ``kv_dtype`` keeps its keys and
+    values in it.
 
     Args:
         attend: called once per layer, in their order.

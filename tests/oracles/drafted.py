@@ -16,8 +16,12 @@ class Draft:
         """What the draft says after the prompt, greedily, up to and with an end."""
         said: list[int] = []
         while len(said) < steps and not (said and said[-1] in ends):
-            logits = self.model(torch.tensor([prompt + said]), use_cache=False).logits[0, -1]
-            said.append(int(logits.argmax()))
+            logits = attending.forward(
+                self.model,
+                prompt + said,
+                lambda _, q, k, v, scale: attending.masked(q, k, v, attending.causal(k.shape[1]), scale)[0],
+            )
+            said.append(int(logits[-1].argmax()))
         return said
 
     def kept(self, prompt, rate, spans=(), steps=8, ends=frozenset(), chunk=32, asked=None) -> list[int]:
