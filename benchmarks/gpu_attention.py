@@ -90,8 +90,8 @@ def extend(
     tokens, most = sum(fresh), max(fresh)
     pool = Pool(Inputs(replace(s, lengths=tuple(before))), page)
     query = inputs.heads_of(tokens, s.heads, s.head_dim)
-    own_keys = inputs.heads_of(tokens, s.kv_heads, s.head_dim)
-    own_values = inputs.heads_of(tokens, s.kv_heads, s.value_dim)
+    own_keys = inputs.heads_of(tokens, s.kv_heads, s.head_dim).to(s.held)
+    own_values = inputs.heads_of(tokens, s.kv_heads, s.value_dim).to(s.held)
     table, rows = (pool.table, pool.rows) if page == 1 else (pool.padded, inputs.integers(range(s.batch)))
     prefixes = inputs.integers(before)
     bounds = inputs.integers([sum(fresh[:i]) for i in range(s.batch + 1)])
@@ -139,7 +139,7 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     """
     from fathom.runtime.sglang_host.flashinfer_prefill import FlashInferPrefill, why_not
 
-    reason = why_not(s.dtype, s.dtype, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.device)
+    reason = why_not(s.held, s.dtype, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.device)
     if reason:
         raise NotImplementedError(reason)
     inputs = Inputs(s)
@@ -153,7 +153,9 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     view = SpanView(slots.__getitem__, entry, bounds, np.zeros(tokens, np.int64))
     there = DeviceTables(1, s.batch, sum(s.lengths), tokens, s.device).fill(0, view)
     shape = 1, s.heads, s.kv_heads, s.head_dim, s.dtype, s.device, s.processors
-    made = FlashInferPrefill(*shape, room=sum(s.lengths) if gathered else 0)
+    if s.held != s.dtype and not gathered:
+        raise NotImplementedError("KV of 8 bits is read from copies")
+    made = FlashInferPrefill(*shape, room=sum(s.lengths) if gathered else 0, kv_dtype=s.held)
 
     def call() -> Any:
         made.attend(0, view, there, query, pool.pair, scale, output, gathered)
@@ -189,12 +191,13 @@ def fast_step(
     room = sink + selected
     packed = [room if n > room + recent and i < s.batch - slow else 0 for i, n in enumerate(s.lengths)]
     begin = [n - recent if p else 0 for n, p in zip(s.lengths, packed, strict=True)]
-    compact = tuple(
+    wide = tuple(
         inputs.normal(s.kv_heads, s.batch * room, dim).transpose(0, 1) for dim in (s.head_dim, s.value_dim)
     )
-    for buffer in compact:
+    for buffer in wide:
         for i, p in enumerate(packed):
             buffer[i * room + p : (i + 1) * room] = float("nan")
+    compact = wide[0].to(s.held), wide[1].to(s.held)
     query = inputs.normal(s.batch, 1, s.heads, s.head_dim)
     starts = [i * room for i in range(s.batch)]
     first, end, start, count, kept = (

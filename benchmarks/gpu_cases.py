@@ -23,10 +23,12 @@ from fathom.benchmarks.gpu_attention import (
 from fathom.benchmarks.gpu_inputs import EXACT, SCORE_TOLERANCE, Inputs, Pair, Pool, Problem, Setting, part
 from fathom.kernels import window_scores
 from fathom.kernels.compact_kv import compact_kv, compact_kv_reference
+from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.pack_segment import pack_segment, pack_segment_torch
 from fathom.kernels.selector_scores import selector_scores, selector_scores_torch
 from fathom.kernels.span_tables import BLOCK, span_tables, span_tables_torch
 from fathom.kernels.stable_top_k import stable_top_k, stable_top_k_reference
+from fathom.kernels.store_kv import EIGHT_BITS, narrowed, store_kv_8bit
 from fathom.runtime.fastkv.config import FastKVConfig
 from fathom.runtime.sfi.config import SelectorConfig
 from fathom.runtime.specprefill.config import SpecPrefillConfig
@@ -123,7 +125,7 @@ def pack(s: Setting, sink: int = SFI.sink, recent: int = SFI.recent, selected: i
     starts = inputs.integers([i * room for i in range(s.batch)], torch.int64)
     compact, want = (
         tuple(
-            inputs.empty(s.kv_heads, s.batch * room, dim, dtype=s.dtype).transpose(0, 1)
+            inputs.empty(s.kv_heads, s.batch * room, dim, dtype=s.held).transpose(0, 1)
             for dim in (s.head_dim, s.value_dim)
         )
         for _ in range(2)
@@ -157,7 +159,7 @@ def compact(s: Setting, share: float = 0.1) -> Problem:
     free, held = places[: slots // 2], places[slots // 2 :]
     source = torch.stack([held[inputs.order(len(held))[:kept].long()] for _ in range(s.kv_heads)])
     destination = free[:kept]
-    buffers = [inputs.normal(slots, s.kv_heads, dim) for dim in (s.head_dim, s.value_dim)]
+    buffers = [inputs.held(slots, s.kv_heads, dim) for dim in (s.head_dim, s.value_dim)]
 
     def poison() -> None:
         for buffer in buffers:
@@ -179,6 +181,35 @@ def compact(s: Setting, share: float = 0.1) -> Problem:
             yield name, buffer[:, heads], copy, EXACT
 
     moved = kept * (2 * s.entry_bytes + 8 * s.kv_heads + 8)
+    return Problem(call, pairs, moved, poison=poison)
+
+
+def store(s: Setting) -> Problem:
+    """New keys and values of so many tokens, rounded to 8 bits into their slots; e5m2 where KV has more bits."""
+    held = s.held if s.held in EIGHT_BITS else torch.float8_e5m2
+    inputs = Inputs(s)
+    rows = sum(s.lengths)
+    slots = inputs.order(rows + 9).long()[:rows]
+    new = [inputs.heads_of(rows, s.kv_heads, dim) * 100 for dim in (s.head_dim, s.value_dim)]
+    if INTERPRETED:  # Triton's interpreter rounds in its own way: nothing is left to round
+        new = [narrowed(x, held).to(s.dtype) for x in new]
+    pool = tuple(inputs.empty(rows + 9, s.kv_heads, x.shape[2], dtype=held) for x in new)
+
+    def poison() -> None:
+        for buffer in pool:
+            buffer.fill_(float("nan"))
+
+    def call() -> Any:
+        store_kv_8bit(new[0], new[1], (pool[0], pool[1]), slots)
+
+    def pairs(_: Any, last: bool) -> Iterator[Pair]:
+        for name, buffer, x in zip(("keys", "values"), pool, new, strict=True):
+            want = torch.full_like(buffer, float("nan"), dtype=torch.float32)
+            want[slots] = narrowed(x, held).float()
+            yield name, buffer.float(), want, EXACT
+
+    numbers = rows * s.kv_heads * (s.head_dim + s.value_dim)
+    moved = numbers * (1 + s.dtype.itemsize) + 8 * rows
     return Problem(call, pairs, moved, poison=poison)
 
 
@@ -214,8 +245,8 @@ def saliency(s: Setting, rows: int = FASTKV.window) -> Problem:
         want = window_scores.row_mean_scores_reference(own, pool.keys, only, scale)
         yield "scores", got[-len(only.rows) :], want, SCORE_TOLERANCE
 
-    entries, item = sum(window.lengths), s.dtype.itemsize
-    moved = entries * (s.kv_heads * s.head_dim * item + 4 + 4 * s.heads) + query.numel() * item
+    entries, item = sum(window.lengths), s.held.itemsize
+    moved = entries * (s.kv_heads * s.head_dim * item + 4 + 4 * s.heads) + query.nbytes
     return Problem(call, pairs, moved, 2 * seen * s.heads * s.head_dim)
 
 
@@ -235,8 +266,8 @@ def lookahead(s: Setting, rows: int = SPECPREFILL.lookahead, pool_width: int = S
         given = query[own], pool.keys, only, scale, pool_width, earlier[own].clone()
         yield "scores", got[own], window_scores.pooled_max_scores_reference(*given), SCORE_TOLERANCE
 
-    entries, item = sum(window.lengths), s.dtype.itemsize
-    moved = entries * (s.kv_heads * s.head_dim * item + 4) + query.numel() * item + 8 * seen
+    entries, item = sum(window.lengths), s.held.itemsize
+    moved = entries * (s.kv_heads * s.head_dim * item + 4) + query.nbytes + 8 * seen
     return Problem(call, pairs, moved, 2 * seen * s.heads * s.head_dim, partial(out.copy_, earlier))
 
 
@@ -366,6 +397,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("stable_top_k", top_k, (FEW,)),
     Operation("pack_segment", pack, (FEW,)),
     Operation("compact_kv", compact, single=True),
+    Operation("store_kv", store, single=True),
     Operation("row_mean_scores", saliency),
     Operation("pooled_max_scores", lookahead),
     Operation("span_tables", tables, ({}, {"page": 16})),

@@ -33,6 +33,7 @@ class Setting:
         lengths: KV entries of each request.
         dtype, device: of queries and KV.
         seed: of the random inputs.
+        kv_dtype: of KV, where it is another one.
     """
 
     heads: int
@@ -43,6 +44,12 @@ class Setting:
     dtype: torch.dtype
     device: torch.device
     seed: int
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def held(self) -> torch.dtype:
+        """The type of keys and values."""
+        return self.kv_dtype or self.dtype
 
     @property
     def batch(self) -> int:
@@ -51,7 +58,7 @@ class Setting:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+        return self.kv_heads * (self.head_dim + self.value_dim) * self.held.itemsize
 
     def row_bytes(self, output_bytes: int) -> int:
         """Bytes of one token's query, its output of ``output_bytes`` per number, and its log-sum-exp."""
@@ -108,6 +115,10 @@ class Inputs:
     def normal(self, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*size, generator=self.source, dtype=dtype or self.s.dtype, **self.there)
 
+    def held(self, *size: int) -> torch.Tensor:
+        """Keys or values."""
+        return self.normal(*size).to(self.s.held)
+
     def heads_of(self, tokens: int, heads: int, dim: int) -> torch.Tensor:
         """[tokens, heads, dim] whose tokens are not contiguous: a slice, as of a QKV projection's output."""
         return self.normal(tokens, heads + 1, dim)[:, :heads]
@@ -151,7 +162,7 @@ class Pool:
             for pages, length in zip(own, s.lengths, strict=True):
                 if length % page:
                     buffer[int(pages[-1]), length % page :] = float("nan")
-            buffers.append(buffer.squeeze(1) if page == 1 else buffer)
+            buffers.append((buffer.squeeze(1) if page == 1 else buffer).to(s.held))
         self.keys, self.values = buffers
         width = max(self.pages) + 1
         self.padded = order.new_full((s.batch, width), nowhere)

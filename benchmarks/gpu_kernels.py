@@ -38,6 +38,7 @@ from fathom.kernels.dispatch import INTERPRETED
 
 SCHEMA = 1
 NAMES = [operation.name for operation in OPERATIONS]
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 ODD = (6, 2, 80, 48)
 """Query heads, KV heads, width of keys and of values: no power of two, values narrower than keys."""
 RAGGED, RAGGED_INTERPRETED = (1, 0, 4097, 777, 64), (1, 0, 70)
@@ -60,6 +61,7 @@ def parser(interpreted: bool) -> argparse.ArgumentParser:
     add("--lengths", nargs="+", type=int, default=lengths, help=f"KV entries per request ({default})")
     add("--batch", nargs="+", type=int, default=batch, help=f"requests ({default})")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default=dtype, help=default)
+    add("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default: --dtype)")
     add("--kernels", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     pieces = "programs of a decode launch for each multiprocessor; slow steps have their own"
     add("--pieces", type=int, help=f"{pieces} (default: the engine's)")
@@ -162,12 +164,14 @@ class Run:
     ) -> None:
         """A row, unless time is up. One that fails must not hide the others."""
         self.rows += 1
-        setting = Setting(*shape, lengths, self.dtype, self.device, self.args.seed + self.rows)
+        kv_dtype = KV_DTYPES.get(self.args.kv_dtype)
+        setting = Setting(*shape, lengths, self.dtype, self.device, self.args.seed + self.rows, kv_dtype)
         name = ", ".join(filter(None, (operation.name, form, setting.shape())))
         if not self.alive or time.monotonic() - self.begun > self.args.seconds:
             self.left_out.append(f"{name}{' (timed)' if timed else ''}")
             return
         row = {"kernel": operation.name, "form": form, "shape": setting.shape(), "dtype": self.args.dtype}
+        row |= {"kv_dtype": self.args.kv_dtype} if kv_dtype else {}
         try:
             problem = operation.build(setting, **arguments)
             relative = self.check(row, name, problem, timed)

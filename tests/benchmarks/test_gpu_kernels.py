@@ -137,6 +137,20 @@ def test_every_triton_kernel_is_launched(interpreted):
     assert left == {("fathom.kernels.segments_by_warp", "_by_warp_kernel")}
 
 
+def test_keys_and_values_of_8_bits_are_compared(tmp_path):
+    out, kernels = tmp_path / "out.json", ["paged_decode", "pooled_max_scores", "store_kv"]
+    there = ROOT / "tests", tmp_path / "launched.json"
+    narrow = *SMALL, "--kv-dtype", "fp8_e4m3", "--kernels", *kernels, "--out", out
+    done = run_python(ALLOWED + LAUNCHES, *there, *narrow, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    rows, times = (json.loads(out.read_text())[name] for name in ("values", "times"))
+    assert {(row["kernel"], row["kv_dtype"]) for row in rows} == {(name, "fp8_e4m3") for name in kernels}
+    assert all(row["ok"] for row in rows)
+    # Two requests of 24 entries, 2 KV heads of 16, keys and values of a byte; slots, queries, outputs and sums.
+    kv, query = 48 * 2 * 2 * 16, 2 * 4 * (2 * 16 + 1) * 4 + 2 * 8
+    assert times[0]["bytes"] == kv + query + 48 * 4
+
+
 def test_values_are_right_and_compared_in_every_form(interpreted):
     result = interpreted[0]
     rows = result["values"]
