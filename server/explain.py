@@ -23,6 +23,8 @@ from fathom.server.picture import Staircase
 from fathom.server.profile import limits_of
 from fathom.server.units import flops, size, token_count
 
+KV_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Of a number in what ``--kv-cache-dtype`` names; with ``auto`` it is the model's."""
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.
 """
@@ -104,6 +106,12 @@ def parser() -> Parser:
     add("--depth-span", type=int, metavar="LAYERS", help="as for fathom serve")
     add("--tsp-layer", type=int, metavar="LAYERS", help="as for fathom serve")
     add("--page-size", type=token_count, default=1, metavar="N", help="tokens per depth page (default: 1)")
+    add(
+        "--kv-cache-dtype",
+        choices=["auto", *KV_BYTES],
+        default="auto",
+        help="as for fathom serve (default: the model's)",
+    )
     add("--propagation-buffer", type=int, metavar="TOKENS", help="as for fathom serve")
     add("--profile", type=Path, metavar="FILE", help="as for fathom serve")
     add("--slow-share", type=float, metavar="SHARE", help="of decode steps under slow_fast that read everything "
@@ -169,6 +177,10 @@ def case_of(options: argparse.Namespace) -> Case:
     context = content.get("max_position_embeddings")
     drafted = options.draft_model_path or (str(checks.demo_model("draft")) if demo else None)
     draft = read_config(drafted)[0] if drafted else None
+    if options.kv_cache_dtype in KV_BYTES:
+        itemsize = KV_BYTES[options.kv_cache_dtype]
+        shape = replace(shape, kv_itemsize=itemsize)
+        draft = draft and replace(draft, kv_itemsize=itemsize)
     if options.preset and "preset" in options.policy:
         raise StartError("give the preset by --preset or in --policy, not both")
     asked = options.policy | ({"preset": options.preset} if options.preset else {})

@@ -68,6 +68,15 @@ def test_a_policy_by_hand(figures):
     assert policy["span_kv_bytes"] == [29 * 32] * 3 + [6 * 32]
     assert dense["kv_bytes"] == 104 * 4 * 32
     assert found["ratios"]["kv"] == pytest.approx(13312 / 2976)
+    narrow = figures(
+        "--prompt-tokens", 100, "--output-tokens", 5, "--policy", POLICY, "--kv-cache-dtype", "fp8_e5m2"
+    )
+    assert narrow["costs"]["policy"]["span_kv_bytes"] == [29 * 8] * 3 + [6 * 8]
+    assert (
+        narrow["costs"]["dense"]["step_kv_bytes"] == 410 * 8
+        and narrow["ratios"]["kv"] == found["ratios"]["kv"]
+    )
+    assert narrow["costs"]["dense"]["step_weight_bytes"] == 9536
     paged = figures("--prompt-tokens", 100, "--output-tokens", 5, "--policy", POLICY, "--page-size", 16)
     assert paged["costs"]["policy"]["span_kv_bytes"] == [32 * 32] * 3 + [16 * 32]
     assert paged["costs"]["dense"]["kv_bytes"] == 112 * 4 * 32
