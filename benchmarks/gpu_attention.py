@@ -198,7 +198,7 @@ def fast_step(
         for i, p in enumerate(packed):
             buffer[i * room + p : (i + 1) * room] = float("nan")
     compact = wide[0].to(s.held), wide[1].to(s.held)
-    query = inputs.normal(s.batch, 1, s.heads, s.head_dim)
+    query = inputs.normal(s.batch, s.heads, s.head_dim)
     starts = [i * room for i in range(s.batch)]
     first, end, start, count, kept = (
         inputs.integers(each) for each in (begin, s.lengths, starts, packed, [-1] * s.batch)
@@ -226,14 +226,14 @@ def slow_step(s: Setting) -> Problem:
     """SFI's slow step: everything is read, and the logits and key norms are kept."""
     inputs = Inputs(s)
     pool = Pool(inputs)
-    query = inputs.normal(s.batch, 1, s.heads, s.head_dim)
+    query = inputs.normal(s.batch, s.heads, s.head_dim)
     lengths, nothing = inputs.integers(s.lengths), torch.zeros_like(pool.rows)
     kept = torch.arange(s.batch, device=s.device)
     plan = plan_segments(pool.rows, nothing, lengths, nothing, nothing, kept, s.kv_heads)
     scale, longest = s.head_dim**-0.5, max(s.lengths)
 
     def unwritten(requests: int) -> Evidence:
-        shapes = (requests, s.heads, 1, longest), (requests, s.kv_heads, longest)
+        shapes = (requests, s.heads, longest), (requests, s.kv_heads, longest)
         return Evidence(*(torch.full(shape, float("nan"), device=s.device) for shape in shapes))
 
     evidence = unwritten(s.batch)

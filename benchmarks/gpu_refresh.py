@@ -110,7 +110,7 @@ class SlowStep:
         with executor.step():
             for compact in self.compact:
                 query = (rms_norm(x, (size.hidden,)) @ into)[:, : size.heads * size.head_dim]
-                query = query.unflatten(1, (size.heads, size.head_dim)).unsqueeze(1)
+                query = query.unflatten(1, (size.heads, size.head_dim))
                 evidence = self.ring.captured(executor.acquire(), len(x), self.pitch)
                 where = self.pool.pair, compact, self.pool.table, self.plan
                 attended = query.new_empty(query.shape)
@@ -223,7 +223,7 @@ class Run:
         self.args, self.size, self.clock = args, sized(args.size), Clock(device, args.repeats)
         self.config = SfiConfig(recent=16, selected=64) if INTERPRETED else SfiConfig()
         self.dtype, dim = getattr(torch, args.dtype), self.size.head_dim
-        warps = segments_by_warp.takes(device, self.dtype, 1, self.size.heads // self.size.kv_heads, dim, dim)
+        warps = segments_by_warp.takes(device, self.dtype, self.size.heads // self.size.kv_heads, dim, dim)
         self.attention: Any = segments_by_warp if warps else key_shares  # has its pieces
         args.pieces = args.pieces or [self.attention.PIECES_PER_PROCESSOR]
         self.begun = time.monotonic()

@@ -86,6 +86,6 @@ class KernelCase:
         one = torch.ones_like(rows)
         begin, end, packed = one * (self.length - recent), one * self.length, one * (read - recent)
         plan = plan_segments(rows, begin, end, rows * self.length, packed, -one, self.kv_heads)
-        query = self.query.unsqueeze(1).contiguous()
+        query = self.query.contiguous()
         where = self.pool, self.compact, self.table
-        return lambda: two_segment_attention(query, *where, plan, self.scale)[0].squeeze(1)
+        return lambda: two_segment_attention(query, *where, plan, self.scale)[0]

@@ -237,7 +237,7 @@ def paged_attention(
     )
     kept = NO_EVIDENCE
     if evidence is not None:
-        logits = evidence.logits.view(len(evidence.logits), kv_heads, rows, -1)
+        logits = evidence.logits.view(len(evidence.logits), kv_heads, group, -1)
         kept = (logits.numpy(), evidence.key_norms.numpy())
     pool_lines = KvPair.of(pool).lines
     kernel(

@@ -40,15 +40,13 @@ SHARED_MEMORY = 195 << 10
 """Bytes that a multiprocessor must have: two programs of 64 KiB, and room beside them. Those of 9.0 and 10.0 do."""
 
 
-def takes(
-    device: torch.device, dtype: torch.dtype, window: int, group: int, head_dim: int, value_dim: int
-) -> bool:
+def takes(device: torch.device, dtype: torch.dtype, group: int, head_dim: int, value_dim: int) -> bool:
     """Whether this kernel is for such keys and so many query heads of each KV head, on this device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         if properties.shared_memory_per_multiprocessor < SHARED_MEMORY:
             return False
-    return dtype == torch.bfloat16 and window == 1 and group <= COLUMNS and {head_dim, value_dim} <= set(DIMS)
+    return dtype == torch.bfloat16 and group <= COLUMNS and {head_dim, value_dim} <= set(DIMS)
 
 
 @triton.jit
@@ -217,21 +215,20 @@ def two_segments_by_warp(
         processors: multiprocessors of the device.
         output: [batch, heads, value_dim] to write to, contiguous; by default new, float32.
     """
-    batch, _, heads, head_dim = query.shape
+    batch, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     pieces = pick_pieces(kv_heads, processors, PIECES_PER_PROCESSOR)
-    dealt = Dealt(query.flatten(0, 1), value_dim, batch, pieces, output)
+    dealt = Dealt(query, value_dim, batch, pieces, output)
     size = pool[0].itemsize
     _by_warp_kernel[(kv_heads, dealt.programs)](
         query, *pool, *compact, page_table, plan.packed, dealt.partial, dealt.lse, dealt.where, evidence.logits,
-        evidence.key_norms, pitch, scale, query.stride(0), query.stride(2),
+        evidence.key_norms, pitch, scale, *query.stride()[:2],
         pool[0].stride(0) * size, pool[0].stride(1), pool[1].stride(0) * size, pool[1].stride(1),
         *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), batch, pieces,
         **_constants(heads // kv_heads, head_dim, value_dim), THERE=isinstance(pitch, torch.Tensor),
         PTX=not INTERPRETED, **OPTIONS,
     )  # fmt: skip
-    merged, lse = dealt.merged()
-    return merged.view(batch, 1, heads, value_dim), lse.view(batch, 1, heads)
+    return dealt.merged()
 
 
 def specializations() -> list[Specialization]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +29,7 @@ class Evidence:
     """Where the rows that keep their logits write them; index i along the last dimension is table entry i.
 
     Attributes:
-        logits: [capacity, heads, window, width] float32, scaled dot products, -inf where causality hides an entry.
+        logits: [capacity, heads, width] float32, scaled dot products.
         key_norms: [capacity, kv_heads, width] float32, Euclidean norms.
         pitch: [1] int32, on a GPU: entries from the start of one row to that of the next, for a captured launch
             that serves any lengths. ``width`` is then what the memory is divided into; fewer rows may be longer.
@@ -86,22 +85,18 @@ def two_segment_attention_reference(
     evidence: Evidence | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`two_segment_attention` in float32; same shapes."""
-    window, heads = query.shape[1:3]
-    group = heads // pool[0].shape[1]
+    group = query.shape[1] // pool[0].shape[1]
     output, lse = [], []
     for b, (row, begin, end, start, length, kept) in enumerate(plan.packed.tolist()):
         slots = page_table[row, begin:end].long()
         own = slice(start, start + length)
         key = torch.cat((compact[0][own], pool[0][slots])).float()
         value = torch.cat((compact[1][own], pool[1][slots])).float().repeat_interleave(group, 1)
-        scores = torch.einsum("whd,nhd->hwn", query[b].float(), key.repeat_interleave(group, 1)) * scale
-        index = torch.cat((torch.full((length,), -window), torch.arange(begin, end)))  # segment 1 is all past
-        hidden = index > end - window + torch.arange(window).unsqueeze(-1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        lse.append(scores.logsumexp(-1).T)
-        output.append(torch.einsum("hwn,nhd->whd", scores.softmax(-1).nan_to_num(0), value))
+        scores = torch.einsum("hd,nhd->hn", query[b].float(), key.repeat_interleave(group, 1)) * scale
+        lse.append(scores.logsumexp(-1))
+        output.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), value))
         if evidence is not None and kept >= 0:
-            evidence.logits[kept, :, :, begin:end] = scores[..., length:]
+            evidence.logits[kept, :, begin:end] = scores[:, length:]
             evidence.key_norms[kept, :, begin:end] = key[length:].norm(dim=-1).T
     return torch.stack(output), torch.stack(lse)
 
@@ -116,34 +111,27 @@ def two_segment_attention(
     evidence: Evidence | None = None,
     output: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last ``window`` tokens of each request over its two segments.
+    """Attention of the last token of each request over its two segments.
 
     Args:
-        query: [batch, window, heads, head_dim], float32, bfloat16 or float16, last dimension contiguous. Row w of a
-            request sees the table entries before ``end - window + w + 1``, and all of segment 1. A decode step has
-            window 1.
+        query: [batch, heads, head_dim], float32, bfloat16 or float16, last dimension contiguous.
         pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of one layer.
         compact: the same of the layer's compact buffer, the pool's dtype. Last dimensions contiguous.
         page_table: [rows, max_length] int32, slot of each table entry.
         scale: factor on the dot products.
         evidence: written in place for the rows whose descriptor names a row of it.
-        output: [batch, window, heads, value_dim] to write to, contiguous; by default new, float32.
+        output: [batch, heads, value_dim] to write to, contiguous; by default new, float32.
 
     Returns:
-        output, zero for a row that sees nothing, and log-sum-exp [batch, window, heads] float32. On a GPU nothing
-        waits for the device.
+        output, zero for a row that sees nothing, and log-sum-exp [batch, heads] float32. On a GPU nothing waits for
+        the device.
     """
     if runs_triton(query):
         return two_segment_attention_triton(query, pool, compact, page_table, plan, scale, evidence, output)
     from fathom.kernels.paged_attention_cpu import paged_attention
 
-    tasks, window = plan.tasks, query.shape[1]
-    if window > 1:
-        tasks = tasks._replace(queries=np.arange(len(query) + 1) * window, most=window)
-    packed = query.contiguous().flatten(0, 1)
-    wide, lse = paged_attention(packed, pool, page_table, tasks, scale, compact, evidence)
-    wide = wide.view(*query.shape[:3], -1)
-    return wide if output is None else output.copy_(wide), lse.view(query.shape[:3])
+    wide, lse = paged_attention(query, pool, page_table, plan.tasks, scale, compact, evidence)
+    return wide if output is None else output.copy_(wide), lse
 
 
 @triton.jit
@@ -172,12 +160,12 @@ def descriptor(packed, request):
 @triton.jit(do_not_specialize=["batch", "pieces"])
 def _segments_kernel(
     query, keys, values, compact_keys, compact_values, table, packed, partial, partial_lse, where, logits, norms,
-    pitch, scale, stride_query_batch, stride_query_window, stride_query_head,
+    pitch, scale, stride_query_batch, stride_query_head,
     stride_key_slot, stride_key_head, stride_value_slot, stride_value_head,
     stride_compact_key_slot, stride_compact_key_head, stride_compact_value_slot, stride_compact_value_head,
     stride_table_row, batch, pieces,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     EVIDENCE: tl.constexpr, THERE: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece): attention over the keys of the piece, of both segments."""
@@ -186,13 +174,12 @@ def _segments_kernel(
     if number >= batch:
         return
     b = number.to(tl.int64)
-    row, begin, end, compact_start, length, kept = descriptor(packed, b)
+    row, begin, _end, compact_start, length, kept = descriptor(packed, b)
     r = tl.arange(0, ROWS)
-    head, w = h * GROUP + r // WINDOW, r % WINDOW
-    real = r < GROUP * WINDOW
+    head, real = h * GROUP + r, r < GROUP
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     in_d, in_v = d < HEAD_DIM, dv < VALUE_DIM
-    q_at = b * stride_query_batch + w * stride_query_window + head * stride_query_head
+    q_at = b * stride_query_batch + head * stride_query_head
     q = tl.load(query + q_at[:, None] + d[None, :], mask=real[:, None] & in_d[None, :], other=0.0)
     if keys.dtype.element_ty.primitive_bitwidth > 8:
         q = q.to(keys.dtype.element_ty)
@@ -222,19 +209,18 @@ def _segments_kernel(
         v_at = at * stride_value_slot + h * stride_value_head
         k = tl.load(keys + k_at[:, None] + d[None, :], mask=there[:, None] & in_d[None, :], other=0.0)
         v = tl.load(values + v_at[:, None] + dv[None, :], mask=there[:, None] & in_v[None, :], other=0.0)
-        visible = real[:, None] & there[None, :] & (index[None, :] <= end - WINDOW + w[:, None])
-        scores, top, total, acc = _fold(q, k, v, visible, scale, top, total, acc)
+        scores, top, total, acc = _fold(q, k, v, real[:, None] & there[None, :], scale, top, total, acc)
         if EVIDENCE and kept >= 0:
             width = tl.load(pitch) if THERE else pitch
             kept_head = kept.to(tl.int64) * kv_heads + h
-            kept_at = ((kept_head * GROUP + r // WINDOW) * WINDOW + w) * width
+            kept_at = (kept_head * GROUP + r) * width
             tl.store(logits + kept_at[:, None] + index[None, :], scores, mask=real[:, None] & there[None, :])
             wide = k.to(tl.float32)
             norm = tl.sqrt(tl.sum(wide * wide, 1))
             tl.store(norms + kept_head * width + index, norm, mask=there)
 
     safe = tl.where(total > 0, total, 1.0)
-    place = (tl.program_id(1).to(tl.int64) * WINDOW + w) * (kv_heads * GROUP) + head
+    place = tl.program_id(1).to(tl.int64) * (kv_heads * GROUP) + head
     tl.store(partial_lse + place, tl.where(total > 0, top + tl.log(safe), float("-inf")), mask=real)
     to = partial + place[:, None] * VALUE_DIM + dv[None, :]
     tl.store(to, acc / safe[:, None], mask=real[:, None] & in_v[None, :])
@@ -271,67 +257,66 @@ def two_segment_attention_triton(
     """:func:`two_segment_attention` in two launches."""
     from fathom.kernels import segments_by_warp as by_warp
 
-    batch, window, heads, head_dim = query.shape
+    batch, heads, head_dim = query.shape
     kv_heads, value_dim = pool[0].shape[1], pool[1].shape[2]
     group, processors = heads // kv_heads, 8
     if query.device.type == "cuda":
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    packed_output = None if output is None else output.view(batch * window, heads, value_dim)
     pitch: torch.Tensor | int = 0
     if evidence is not None:
         if not (evidence.logits.is_contiguous() and evidence.key_norms.is_contiguous()):
             raise ValueError("evidence must be contiguous")
         pitch = evidence.logits.shape[-1] if evidence.pitch is None else evidence.pitch
-        if by_warp.takes(query.device, pool[0].dtype, window, group, head_dim, value_dim):
+        if by_warp.takes(query.device, pool[0].dtype, group, head_dim, value_dim):
             return by_warp.two_segments_by_warp(
-                query, pool, compact, page_table, plan, scale, evidence, pitch, processors, packed_output
+                query, pool, compact, page_table, plan, scale, evidence, pitch, processors, output
             )
     pieces = pick_pieces(kv_heads, processors)
     # tl.dot needs 16 rows.
-    rows = max(triton.next_power_of_2(group * window), 16)
+    rows = max(triton.next_power_of_2(group), 16)
     itemsize = query.itemsize if pool[0].itemsize == 1 else pool[0].itemsize
     block, options = _tile(rows, max(head_dim, value_dim), itemsize, evidence is not None)
-    dealt = Dealt(query.flatten(0, 1), value_dim, batch, pieces, packed_output)
+    dealt = Dealt(query, value_dim, batch, pieces, output)
     lse = dealt.lse
     logits, norms = (lse, lse) if evidence is None else (evidence.logits, evidence.key_norms)
     _segments_kernel[(kv_heads, dealt.programs)](
         query, *pool, *compact, page_table, plan.packed, dealt.partial, lse, dealt.where, logits, norms, pitch,
-        scale, *query.stride()[:3], *pool[0].stride()[:2], *pool[1].stride()[:2],
+        scale, *query.stride()[:2], *pool[0].stride()[:2], *pool[1].stride()[:2],
         *compact[0].stride()[:2], *compact[1].stride()[:2], page_table.stride(0), batch, pieces,
-        GROUP=group, WINDOW=window, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        GROUP=group, ROWS=rows, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(value_dim), BLOCK=block,
         EVIDENCE=evidence is not None, THERE=isinstance(pitch, torch.Tensor), **options,
     )  # fmt: skip
-    merged, lse = dealt.merged()
-    return merged.view(batch, window, heads, value_dim), lse.view(batch, window, heads)
+    return dealt.merged()
 
 
 def specializations() -> list[Specialization]:
     """What to compile ahead of time."""
-    shapes = [  # dtype, dtype of KV, group, window, rows, head_dim, evidence, captured
-        ("bf16", "bf16", 4, 1, 16, 128, False, False),
-        ("bf16", "bf16", 4, 1, 16, 128, True, False),
-        ("bf16", "bf16", 4, 1, 16, 128, True, True),
-        ("bf16", "bf16", 8, 1, 16, 256, True, True),
-        ("bf16", "fp8e4nv", 4, 1, 16, 128, True, True),
-        ("bf16", "fp8e5", 4, 1, 16, 128, False, False),
-        ("fp16", "fp8e5", 4, 1, 16, 128, True, True),
-        ("fp32", "fp32", 4, 1, 16, 128, True, False),
-        ("fp16", "fp16", 3, 1, 16, 80, False, False),
+    shapes = [  # dtype, dtype of KV, group, head_dim, evidence, captured
+        ("bf16", "bf16", 4, 128, False, False),
+        ("bf16", "bf16", 4, 128, True, False),
+        ("bf16", "bf16", 4, 128, True, True),
+        ("bf16", "bf16", 8, 256, True, True),
+        ("bf16", "fp8e4nv", 4, 128, True, True),
+        ("bf16", "fp8e5", 4, 128, False, False),
+        ("fp16", "fp8e5", 4, 128, True, True),
+        ("fp32", "fp32", 4, 128, True, False),
+        ("fp16", "fp16", 3, 80, False, False),
     ]
+    rows = 16
     floats = dict.fromkeys(["partial", "partial_lse", "logits", "norms"], "*fp32")
     results = []
-    for dtype, kv, group, window, rows, dim, evidence, captured in shapes:
+    for dtype, kv, group, dim, evidence, captured in shapes:
         padded = triton.next_power_of_2(dim)
         block, options = _tile(rows, dim, 4 if dtype == "fp32" else 2, evidence)
-        constants = {"GROUP": group, "WINDOW": window, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
+        constants = {"GROUP": group, "ROWS": rows, "HEAD_DIM": dim, "VALUE_DIM": dim}
         constants |= {"BLOCK_D": padded, "BLOCK_V": padded, "BLOCK": block}
         constants |= {"EVIDENCE": evidence, "THERE": captured}
         tensors = dict.fromkeys(["keys", "values", "compact_keys", "compact_values"], "*" + kv)
         tensors["query"] = "*" + dtype
         types = floats | tensors | {"table": "*i32", "packed": "*i32", "scale": "fp32", "where": "*i32"}
         types["pitch"] = "*i32" if captured else "i32"
-        label = f"{dtype} group {group} window {window} dim {dim}{' with evidence' if evidence else ''}"
+        label = f"{dtype} group {group} dim {dim}{' with evidence' if evidence else ''}"
         label += (", captured" if captured else "") + (f", KV {kv}" if kv != dtype else "")
         own = signature(_segments_kernel, types, constants)
         results.append(

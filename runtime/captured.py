@@ -121,12 +121,12 @@ class CapturedStep:
             slot = state.executor.acquire()
             evidence = state.ring.captured(slot, requests, self.pitch[span, :1])
         plan = SegmentPlan(self.packed[span, : self.size], state.shape.kv_heads)
-        output = query.new_empty(len(query), 1, query.shape[1], pool[1].shape[2])
-        two_segment_attention(query.unsqueeze(1), pool, compact, there.table, plan, scale, evidence, output)
+        output = query.new_empty(len(query), query.shape[1], pool[1].shape[2])
+        two_segment_attention(query, pool, compact, there.table, plan, scale, evidence, output)
         if evidence is not None:
             batch = RefreshBatch(self.renewed[span, :, :requests])
             config, selector = state.config, state.options.selector
             state.executor.submit(
                 partial(refresh_layer, evidence, pool, compact, there.table, batch, config, selector)
             )
-        return output.squeeze(1)
+        return output

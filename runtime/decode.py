@@ -144,7 +144,7 @@ class SlowFast:
         shape = self.shape
         there = {"device": shape.device}
         dtype = shape.query_dtype or shape.dtype
-        query = torch.zeros(1, 1, shape.heads, shape.head_dim, dtype=dtype, **there)
+        query = torch.zeros(1, shape.heads, shape.head_dim, dtype=dtype, **there)
         keys, values = (
             torch.zeros(1, shape.kv_heads, dim, dtype=shape.dtype, **there)
             for dim in (shape.head_dim, shape.value_dim)
@@ -153,7 +153,7 @@ class SlowFast:
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
         pool, compact = (keys, values), self.compact[0]
-        output = query.new_empty(1, 1, shape.heads, shape.value_dim)
+        output = query.new_empty(1, shape.heads, shape.value_dim)
         two_segment_attention(query, pool, compact, table, plan, 1.0, None, output)
         if runs_triton(query):
             evidence = self.ring.view(0, 1, self.wide(1))

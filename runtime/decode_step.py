@@ -214,13 +214,11 @@ class Step:
         compact, evidence = state.compact[layer], None
         if self.capacity:
             evidence = state.ring.view(state.executor.acquire(), self.capacity, plan.width)
-        output = query.new_empty(len(query), 1, query.shape[1], pool[1].shape[2])
-        two_segment_attention(
-            query.unsqueeze(1), pool, compact, plan.table, plan.step.plan, scale, evidence, output
-        )
+        output = query.new_empty(len(query), query.shape[1], pool[1].shape[2])
+        two_segment_attention(query, pool, compact, plan.table, plan.step.plan, scale, evidence, output)
         if evidence is not None:
             state.executor.submit(self._refresh(layer, evidence, pool, compact, plan))
-        return output.squeeze(1)
+        return output
 
     def span_step(self, layer: int, view: SpanView, there: DeviceView | None = None) -> SpanStep:
         """What the layers of a layer's span read; ``view`` is the span's, ``there`` the same on the device."""

@@ -202,7 +202,7 @@ class EvidenceRing:
         norms = requests * self.kv_heads * width
         memory = self._memory[slot]
         return Evidence(
-            memory[:logits].view(requests, self.heads, 1, width),
+            memory[:logits].view(requests, self.heads, width),
             memory[logits : logits + norms].view(requests, self.kv_heads, width),
         )
 
@@ -216,7 +216,7 @@ class EvidenceRing:
         each, memory = self.entries // requests, self._memory[slot]
         logits, norms = memory[: self.entries * self.heads], memory[self.entries * self.heads :]
         return Evidence(
-            logits[: requests * self.heads * each].view(requests, self.heads, 1, each),
+            logits[: requests * self.heads * each].view(requests, self.heads, each),
             norms[: requests * self.kv_heads * each].view(requests, self.kv_heads, each),
             pitch,
         )

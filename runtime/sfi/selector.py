@@ -76,7 +76,7 @@ def select(
 
     Args:
         logits: [requests, kv_heads, query_rows, n] float32, masked attention logits of all query rows that read a
-            KV head (its query heads times the window). Values outside the candidate range are ignored.
+            KV head (its query heads). Values outside the candidate range are ignored.
         key_norms: [requests, kv_heads, n] float32, Euclidean norms of the keys.
         begin, end: [requests] int, the candidate ranges.
         budget: [requests] int, what each request takes at most, if that is less than ``selected``.

@@ -198,7 +198,7 @@ def refresh_layer(
 
     Args:
         layer: its number; at_random: whether some request of the batch chooses at random.
-        evidence: logits [capacity, heads, window, width] and key norms [capacity, kv_heads, width]; with a
+        evidence: logits [capacity, heads, width] and key norms [capacity, kv_heads, width]; with a
             ``pitch`` no launch depends on the lengths, and nobody may choose at random.
         pool, compact, page_table: as in :func:`fathom.kernels.pack_segment.pack_segment`.
     """

@@ -80,7 +80,7 @@ def compare_attention(narrow, dtype):
 def compare_segments(narrow, dtype):
     pool, table = pool_of(narrow)
     compact = tuple(torch.randn(KV_HEADS, 80, dim).to(narrow).transpose(0, 1) for dim in (DIM, VALUE_DIM))
-    query = torch.randn(3, 1, HEADS, DIM).to(dtype)
+    query = torch.randn(3, HEADS, DIM).to(dtype)
     columns = [ROWS.tolist(), [0, 100, 0], [3, 130, 97], [0, 5, 0], [0, 70, 0], [1, -1, 0]]
     plan = two_segment_attention.plan_segments(*map(torch.tensor, columns), KV_HEADS)
     results = []
@@ -89,7 +89,7 @@ def compare_segments(narrow, dtype):
         (two_segment_attention.two_segment_attention_triton, lambda x: x),
     ):
         kept = two_segment_attention.Evidence(
-            torch.full((2, HEADS, 1, 130), 7.0), torch.full((2, KV_HEADS, 130), 7.0)
+            torch.full((2, HEADS, 130), 7.0), torch.full((2, KV_HEADS, 130), 7.0)
         )
         parts = (query, tuple(map(of, pool)), tuple(map(of, compact)), table, plan, SCALE)
         results.append((*function(*parts, kept), kept.logits, kept.key_norms))

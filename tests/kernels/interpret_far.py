@@ -131,13 +131,13 @@ def alternate(
     """
     capacity = WRAPS // (CONTEXT * KV_HEADS) + 1
     evidence = two_segment_attention.Evidence(
-        far(capacity, HEADS, 1, CONTEXT, dtype=torch.float32),
+        far(capacity, HEADS, CONTEXT, dtype=torch.float32),
         far(capacity, KV_HEADS, CONTEXT, dtype=torch.float32),
     )
-    (small, table), query = near(TABLE[-1:, -10:]), torch.randn(1, 1, HEADS, DIM).to(dtype)
+    (small, table), query = near(TABLE[-1:, -10:]), torch.randn(1, HEADS, DIM).to(dtype)
     small, pool, buffers = (tuple(x.view(dtype) for x in pair) for pair in (small, KV, buffers))
     packed = tuple(buffer[start : start + 2] for buffer in buffers)
-    seen = two_segment_attention.Evidence(torch.zeros(1, HEADS, 1, 10), torch.zeros(1, KV_HEADS, 10))
+    seen = two_segment_attention.Evidence(torch.zeros(1, HEADS, 10), torch.zeros(1, KV_HEADS, 10))
     plan = two_segment_attention.SegmentPlan(torch.tensor([[0, 0, 10, 0, 2, 0]]).int(), KV_HEADS)
     want = two_segment_attention.two_segment_attention_reference(query, small, packed, table, plan, 0.1, seen)
     fields = [ROWS - 1, CONTEXT - 10, CONTEXT, start, 2, capacity - 1]
@@ -147,7 +147,7 @@ def alternate(
     )
     torch.testing.assert_close(output, want[0], atol=rounded, rtol=rounded)
     torch.testing.assert_close(lse, want[1], **CLOSE)
-    torch.testing.assert_close(evidence.logits[-1, :, :, -10:], seen.logits[0], **CLOSE)
+    torch.testing.assert_close(evidence.logits[-1, :, -10:], seen.logits[0], **CLOSE)
     torch.testing.assert_close(evidence.key_norms[-1, :, -10:], seen.key_norms[0], **CLOSE)
 
 

@@ -52,7 +52,7 @@ def problem(heads, kv_heads, dim, value_dim, rows):
         buffer[unused] = float("nan")
     for buffer in compact:
         buffer[:, ~packed] = float("nan")
-    query = torch.randn(len(rows), 1, heads + 2, dim).bfloat16()[:, :, 1 : heads + 1]
+    query = torch.randn(len(rows), heads + 2, dim).bfloat16()[:, 1 : heads + 1]
     pool, compact = (tuple(x.bfloat16() for x in pair) for pair in (pool, compact))
     # Rows of the table begin at every entry, as in the engine's flat list.
     table = flat.as_strided((2 * WIDTH + 1, WIDTH), (1, 1))
@@ -66,7 +66,7 @@ def evidence(heads, kv_heads, pitch=None):
     each = WIDTH if pitch is None else KEPT * WIDTH // (KEPT + 2)
     count = KEPT if pitch is None else KEPT + 2
     return two.Evidence(
-        torch.full((count, heads, 1, each), 7.0), torch.full((count, kv_heads, each), 7.0), pitch
+        torch.full((count, heads, each), 7.0), torch.full((count, kv_heads, each), 7.0), pitch
     )
 
 
@@ -103,7 +103,7 @@ def compare(heads, kv_heads, dim, value_dim, rows, cuts):
     return len(cuts)
 
 
-def launched(window, heads, kv_heads, dim, dtype, keeps):
+def launched(heads, kv_heads, dim, dtype, keeps):
     """Whether such a launch takes the kernel in question."""
     calls = []
     own, segments_by_warp.two_segments_by_warp = (
@@ -111,9 +111,9 @@ def launched(window, heads, kv_heads, dim, dtype, keeps):
         lambda *given: calls.append(given) or (None, None),
     )
     pool = tuple(torch.zeros(8, kv_heads, dim, dtype=dtype) for _ in range(2))
-    kept = two.Evidence(torch.zeros(1, heads, window, 8), torch.zeros(1, kv_heads, 8)) if keeps else None
+    kept = two.Evidence(torch.zeros(1, heads, 8), torch.zeros(1, kv_heads, 8)) if keeps else None
     plan = two.SegmentPlan(torch.tensor([[0, 0, 8, 0, 0, 0]]).int(), kv_heads)
-    query = torch.zeros(1, window, heads, dim, dtype=dtype)
+    query = torch.zeros(1, heads, dim, dtype=dtype)
     two.two_segment_attention(query, pool, pool, torch.arange(8).int().view(1, 8), plan, 1.0, kept)
     segments_by_warp.two_segments_by_warp = own
     return len(calls) == 1
@@ -127,14 +127,13 @@ if __name__ == "__main__":
     bf16 = torch.bfloat16
     # The interpreter runs one program after the other.
     key_shares.PIECES_PER_PROCESSOR = 1
-    assert launched(1, 4, 2, 64, bf16, True) and launched(1, 8, 1, 128, bf16, True)
+    assert launched(4, 2, 64, bf16, True) and launched(8, 1, 128, bf16, True)
     for other in (
-        (2, 4, 2, 64, bf16, True),
-        (1, 9, 1, 64, bf16, True),
-        (1, 4, 2, 32, bf16, True),
-        (1, 4, 2, 64, torch.float16, True),
-        (1, 4, 2, 64, torch.float32, True),
-        (1, 4, 2, 64, bf16, False),
+        (9, 1, 64, bf16, True),
+        (4, 2, 32, bf16, True),
+        (4, 2, 64, torch.float16, True),
+        (4, 2, 64, torch.float32, True),
+        (4, 2, 64, bf16, False),
     ):
         assert not launched(*other), other
     cuts = [7, 1, 40]

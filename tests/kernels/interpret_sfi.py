@@ -172,7 +172,7 @@ def compare_collected(n: int, k: int, few: list[int]) -> int:
 
 
 def compare_attention(
-    window: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, copies: int = 1
+    heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, copies: int = 1
 ) -> int:
     """Four requests, so many times; the more there are, the fewer and larger the shares of their keys."""
     slots, width = 700, 300
@@ -181,11 +181,11 @@ def compare_attention(
     compact = tuple(torch.randn(kv_heads, 200, d).to(dtype).transpose(0, 1) for d in (dim, value_dim))
     table = torch.stack([torch.randperm(slots)[:width] for _ in range(4)]).int()
     # As a part of a projection that holds keys and values too.
-    query = torch.randn(4 * copies, window, heads + 2, dim).to(dtype)[:, :, 1 : heads + 1]
+    query = torch.randn(4 * copies, heads + 2, dim).to(dtype)[:, 1 : heads + 1]
     columns = [
         [3, 1, 0, 2],
         [0, 200, 5, 0],
-        [300, 290, 70, window],
+        [300, 290, 70, 1],
         [0, 7, 100, 0],
         [0, 150, 64, 0],
         [1, -1, -1, 0],
@@ -199,14 +199,14 @@ def compare_attention(
         two_segment_attention.two_segment_attention_triton,
     ):
         kept = two_segment_attention.Evidence(
-            torch.full((2, heads, window, width), 7.0), torch.full((2, kv_heads, width), 7.0)
+            torch.full((2, heads, width), 7.0), torch.full((2, kv_heads, width), 7.0)
         )
         results.append((*function(query, pool, compact, table, plan, 0.3, kept), kept.logits, kept.key_norms))
         alone = function(query, pool, compact, table, plan, 0.3)
         torch.testing.assert_close(alone, results[-1][:2])
     # In the memory that five shorter rows would have.
     flat = two_segment_attention.Evidence(
-        torch.full((5, heads, window, 2 * width // 5), 7.0),
+        torch.full((5, heads, 2 * width // 5), 7.0),
         torch.full((5, kv_heads, 2 * width // 5), 7.0),
         torch.tensor([width], dtype=torch.int32),
     )
@@ -259,10 +259,10 @@ if __name__ == "__main__":
     done += compare_scores(1, 20, 150, [5], [149], OTHERS)
     # Radii that are powers of two, between them, and beyond the longest run of a running maximum.
     done += sum(map(compare_radius, (1, 2, 3, 16, 24, 150)))
-    done += compare_attention(1, 4, 2, 16, 16, torch.float32)
-    done += compare_attention(3, 6, 2, 24, 40, torch.float16)
-    done += compare_attention(1, 8, 4, 16, 16, torch.float32, copies=2)
-    done += compare_attention(2, 8, 8, 16, 16, torch.float32)
+    done += compare_attention(4, 2, 16, 16, torch.float32)
+    done += compare_attention(6, 2, 24, 40, torch.float16)
+    done += compare_attention(8, 4, 16, 16, torch.float32, copies=2)
+    done += compare_attention(8, 8, 16, 16, torch.float32)
     done += compare_packing(16, 16, 4) + compare_packing(20, 8, 0)
     done += sum(map(compare_top_k, (1, 700, 1000, 5000))) + compare_collected(3001, 100, [11])
     print(done, "comparisons")

@@ -249,8 +249,7 @@ def steps(model, rows):
     plan = plan_segments(each, begin, ends, each % 2, held, each * 0 - 1, model.kv_heads)
 
     def two(i, query, pool):
-        given = query.unsqueeze(1)
-        return two_segment_attention(given, pool, model.compacts[i], squares[i], plan, model.scale)[0]
+        return two_segment_attention(query, pool, model.compacts[i], squares[i], plan, model.scale)[0]
 
     yield Reads(plan.tasks, squares, writes, model.pools, model.compacts), two
 

@@ -11,23 +11,22 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "group", "head_dim", "value_dim", "taken"),
+    ("dtype", "group", "head_dim", "value_dim", "taken"),
     [
-        (BF16, 1, 4, 128, 128, True),
-        (BF16, 1, 1, 64, 128, True),
-        (BF16, 1, 7, 128, 64, True),
-        (BF16, 1, 8, 128, 128, True),
-        (BF16, 1, 9, 128, 128, False),
-        (BF16, 2, 2, 128, 128, False),
-        (BF16, 1, 4, 256, 256, False),
-        (BF16, 1, 4, 128, 80, False),
-        (BF16, 1, 4, 32, 64, False),
-        (torch.float16, 1, 4, 128, 128, False),
-        (torch.float32, 1, 4, 128, 128, False),
+        (BF16, 4, 128, 128, True),
+        (BF16, 1, 64, 128, True),
+        (BF16, 7, 128, 64, True),
+        (BF16, 8, 128, 128, True),
+        (BF16, 9, 128, 128, False),
+        (BF16, 4, 256, 256, False),
+        (BF16, 4, 128, 80, False),
+        (BF16, 4, 32, 64, False),
+        (torch.float16, 4, 128, 128, False),
+        (torch.float32, 4, 128, 128, False),
     ],
 )
-def test_what_it_takes(dtype, window, group, head_dim, value_dim, taken):
-    assert segments_by_warp.takes(torch.device("cpu"), dtype, window, group, head_dim, value_dim) == taken
+def test_what_it_takes(dtype, group, head_dim, value_dim, taken):
+    assert segments_by_warp.takes(torch.device("cpu"), dtype, group, head_dim, value_dim) == taken
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_what_it_takes(dtype, window, group, head_dim, value_dim, taken):
 def test_three_programs_must_fit(kib, taken, monkeypatch):
     found = SimpleNamespace(shared_memory_per_multiprocessor=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert segments_by_warp.takes(torch.device("cuda"), BF16, 1, 4, 128, 128) == taken
+    assert segments_by_warp.takes(torch.device("cuda"), BF16, 4, 128, 128) == taken
 
 
 def test_in_the_interpreter(interpret):

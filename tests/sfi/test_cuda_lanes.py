@@ -26,7 +26,7 @@ def slow_step(device: str, lanes, captured: bool = False):
     shape = (3 * CONFIG.compact_tokens, KV_HEADS, DIM)
     pool, compact, query = (
         [[torch.randn(size).to(device) for _ in range(count)] for _ in range(LAYERS)]
-        for size, count in (((slots, KV_HEADS, DIM), 2), (shape, 2), ((3, 1, HEADS, DIM), 1))
+        for size, count in (((slots, KV_HEADS, DIM), 2), (shape, 2), ((3, HEADS, DIM), 1))
     )
     start, slow = np.arange(3) * CONFIG.compact_tokens, np.array([True, True, False])
     held = np.full(3, CONFIG.compact_tokens)

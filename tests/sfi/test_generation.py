@@ -108,12 +108,12 @@ class Loop:
             self.pool[i][0][slots], self.pool[i][1][slots] = k.transpose(0, 1), v.transpose(0, 1)
             slot = self.executor.acquire()
             evidence = self.ring.view(slot, capacity, width)
-            query = q.transpose(0, 1).unsqueeze(1).contiguous()
+            query = q.transpose(0, 1).contiguous()
             output, _ = two_segment_attention(
                 query, self.pool[i], self.compact[i], self.table, step.plan, scale, evidence
             )
             self.executor.submit(lambda: chosen.append(self.refresh(i, evidence, step.refresh)))
-            return output.squeeze(1).transpose(0, 1)
+            return output.transpose(0, 1)
 
         with self.executor.step():
             ids = [self.traces[row].tokens[-1] for row in rows.tolist()]

@@ -208,7 +208,7 @@ def test_evidence_slots_do_not_overlap():
     assert ring.capacity(100) == 1 and ring.capacity(50) == 3
     views = [ring.view(slot, 3, 50) for slot in range(3)]
     for i, view in enumerate(views):
-        assert view.logits.shape == (3, 4, 1, 50) and view.key_norms.shape == (3, 2, 50)
+        assert view.logits.shape == (3, 4, 50) and view.key_norms.shape == (3, 2, 50)
         view.logits.fill_(i)
         view.key_norms.fill_(i + 10)
     for i, view in enumerate(views):
