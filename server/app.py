@@ -1,11 +1,15 @@
 """SGLang's HTTP application with Fathom's middleware, error answers and routes, and its launch."""
 
+import contextlib
 import signal
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
@@ -93,6 +97,24 @@ def watch_start(app: FastAPI, started: Callable[[], bool], on_early_end: Callabl
                 on_early_end()
 
     app.router.lifespan_context = watched
+
+
+def once_it_listens(ask: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let what asks the server itself wait for its port, as its first request does, which may be left out.
+
+    Args:
+        ask: a function of SGLang's ``ServerArgs``.
+    """
+
+    def wait_and_ask(server_args: Any) -> None:
+        url = urlsplit(server_args.url())
+        while True:  # a server that ends before it listens takes this thread with it
+            with contextlib.suppress(OSError), socket.create_connection((url.hostname, url.port), timeout=1):
+                break
+            time.sleep(0.05)
+        ask(server_args)
+
+    return wait_and_ask
 
 
 def launch(
@@ -190,6 +212,7 @@ def launch(
     )
     if not server_args.debug_tensor_dump_input_file:
         http_server.kill_process_tree = lambda *_: ending.on_failed_warm_up(gate.draining())
+    http_server._freeze_gc_after_server_warmup = once_it_listens(http_server._freeze_gc_after_server_warmup)
     http_server.launch_server(
         server_args,
         init_tokenizer_manager_func=init,

@@ -343,6 +343,20 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.http_server:_freeze_gc_after_server_warmup",
+        "replace",
+        "asks the server itself, which may not listen yet where it makes no first request",
+        "server_args",
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.http_server:_wait_and_warmup",
+        "read",
+        "calls the module's `_freeze_gc_after_server_warmup`, ours, before it says that the server is ready",
+        check=reads_global("_freeze_gc_after_server_warmup"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.http_server:lifespan",
         "replace",
         "serves these routes with what the module calls `OllamaServing` and `OpenAIServingDetokenize`, ours",

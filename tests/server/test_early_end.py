@@ -6,11 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
 from fathom.benchmarks.servers import free_port
+from fathom.server.app import once_it_listens
 
 
 def words(model, port):
@@ -51,6 +54,17 @@ def test_a_first_request_that_is_not_answered_is_an_error(start_server, tiny_mod
     told = r"server ended with 1:[\s\S]*fathom serve: error: the server's own first request was not answered"
     with pytest.raises(RuntimeError, match=told):
         start_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "2048", "--context-length", "5")
+
+
+def test_what_asks_the_server_itself_waits_until_it_listens():
+    """As with --skip-server-warmup, where nothing else waits before the line that says it is ready."""
+    port, asked = free_port(), threading.Event()
+    arguments = SimpleNamespace(url=lambda: f"http://127.0.0.1:{port}")
+    ask = once_it_listens(lambda given: given is arguments and asked.set())
+    threading.Thread(target=ask, args=[arguments], daemon=True).start()
+    assert not asked.wait(0.3)
+    with socket.create_server(("127.0.0.1", port)):
+        assert asked.wait(10)
 
 
 def test_an_http_server_that_does_not_start_is_an_error_of_ours(start_server, tiny_model):
