@@ -28,6 +28,28 @@ MAX_GENERATIONS = 128
 
 THINKING = "max_thinking_tokens"
 
+PASSED_OVER = {
+    "guided_json": "response_format",
+    "guided_regex": "regex",
+    "guided_choice": "regex",
+    "guided_grammar": "ebnf",
+    "structured_outputs": "response_format, regex or ebnf",
+    "prompt_logprobs": f"echo with logprobs on {COMPLETIONS}, or logprob_start_len on {GENERATE}",
+    "prompt_embeds": None,
+    "truncate_prompt_tokens": None,
+    "allowed_token_ids": "logit_bias or regex",
+    "bad_words": "logit_bias",
+    "use_beam_search": None,
+    "include_stop_str_in_output": "no_stop_trim",
+    "thinking_token_budget": f"{THINKING} on {GENERATE}",
+    "documents": "messages",
+    "chat_template": "--chat-template",
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
+"""What other servers' clients ask for and SGLang's chat and completions do not read, which would change the answer;
+and what there is in its place."""
+
 WITHOUT_EFFECT = ("tools", "images", "suffix", "template", "context", "logprobs")
 """Members of Ollama's requests."""
 
@@ -59,6 +81,8 @@ def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
     if path == RESPONSES:
         _refuse_response(content)
     _refuse_count(content)
+    if path in (CHAT, COMPLETIONS):
+        _refuse_passed_over(content)
     if path == CHAT:
         _refuse_limit(content, "max_completion_tokens")
     if path == COMPLETIONS:
@@ -103,6 +127,15 @@ def _refuse_limit(content: dict[str, Any], name: str) -> None:
     limit = content.get(name)
     if type(limit) is int and limit < 1:
         raise RequestError(400, f"{name} must be an integer >= 1, got {limit}", name)
+
+
+def _refuse_passed_over(content: dict[str, Any]) -> None:
+    """Refuse what would be answered as if it had not been asked for."""
+    for name, other in PASSED_OVER.items():
+        # 0 asks for something: `prompt_logprobs` for those of the prompt's own tokens.
+        if (given := content.get(name)) is not None and given is not False and given not in ("", [], {}):
+            instead = f"; there is {other}" if other else ""
+            raise RequestError(400, f"{name} is not supported{instead}", name)
 
 
 def _refuse_without_effect(content: dict[str, Any], middles: bool) -> None:

@@ -7,8 +7,10 @@ import pytest
 from envelopes import message_of
 
 from fathom.runtime.config import Limits, Policy, without_draft
+from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server.applied_policy import refuse_prompt_outputs
 from fathom.server.context import Face
+from fathom.server.refusals import PASSED_OVER
 from fathom.server.routes import (
     CHAT,
     COMPLETIONS,
@@ -19,6 +21,10 @@ from fathom.server.routes import (
     OLLAMA,
     RESPONSES,
 )
+
+torchvision_ops.declare()
+
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest  # noqa: E402
 
 LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
 ILLEGAL = [
@@ -128,6 +134,21 @@ def test_what_a_completion_does_is_passed_on(client):
         assert caller.call(COMPLETIONS, {"prompt": "a", **body}).status == 200
     caller = client((1, b"{}"), Face(completes_middles=True))
     assert caller.call(COMPLETIONS, {"prompt": "a", "suffix": "b"}).status == 200
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("field", PASSED_OVER)
+def test_what_sglang_would_pass_over_is_refused(client, route, field):
+    """And is none of the route's fields, which would be obeyed."""
+    declared = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}[route].model_fields
+    assert field not in declared
+    caller = client((1, b"{}"))
+    for given in ({"a": 1}, ["a"], "a", 0, True):
+        reply = caller.call(route, {"model": "m", "prompt": "a", field: given})
+        assert reply.status == 400 and message_of(route, reply.json).startswith(f"{field} is not supported")
+    assert not caller.inner.bodies
+    for nothing in (None, False, "", [], {}):
+        assert caller.call(route, {"model": "m", "prompt": "a", field: nothing}).status == 200
 
 
 @pytest.mark.parametrize(
