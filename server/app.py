@@ -143,6 +143,7 @@ def launch(
         chunks,
         detokenize,
         ending,
+        glm_calls,
         keys,
         labels,
         messages,
@@ -202,6 +203,7 @@ def launch(
     chunks.install()
     tool_calls.install()
     tool_arguments.install()
+    glm_calls.install()
     ollama.install()
     parsers.install()
     detokenize.install()

@@ -86,4 +86,27 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "new_text tools",
         reads_attributes("_buffer current_tool_id current_tool_name_sent tool_call_separator startswith"),
     ),
+    relies_on(
+        SERVER,
+        "function_call.glm4_moe_detector:Glm4MoeDetector.parse_streaming_increment",
+        "replace",
+        "tells the text before a call, which is looked for by the class's `_STREAMING_PARTIAL_PATTERN`, ours",
+        "new_text tools",
+        reads_attributes("_buffer bot_token eot_token _STREAMING_PARTIAL_PATTERN search group end"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.glm4_moe_detector:Glm4MoeDetector._STREAMING_PARTIAL_PATTERN",
+        "replace",
+        "a call is found without a search through all of it for each piece",
+        check=lambda pattern: pattern.pattern == r"<tool_call>(.*?)(?:\\n|\n)(.*?)(</tool_call>|$)",
+    ),
+    relies_on(
+        SERVER,
+        "function_call.glm47_moe_detector:Glm47MoeDetector.parse_streaming_increment",
+        "read",
+        "looks for a call by the module's `re.search`, ours, with this pattern",
+        "new_text tools",
+        reads_attributes(r"re search end <tool_call>(.*?)(?:(<arg_key.*?))?(?:(</tool_call>)|$)"),
+    ),
 )

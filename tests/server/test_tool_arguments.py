@@ -16,13 +16,14 @@ torchvision_ops.declare()
 
 from partial_json_parser.core.options import Allow  # noqa: E402
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
-from sglang.srt.function_call import base_format_detector  # noqa: E402
+from sglang.srt.function_call import base_format_detector, glm47_moe_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
+from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector  # noqa: E402
 from sglang.srt.function_call.llama32_detector import Llama32Detector  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
 from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
 
-from fathom.server import tool_arguments  # noqa: E402
+from fathom.server import glm_calls, tool_arguments  # noqa: E402
 
 HALF = re.compile(r"\\u[dD][89abAB]..(\\(u([dD](.(.)?)?)?)?)?$")
 """The begin of a character that JSON may write as two: SGLang reads half of it, and we nothing."""
@@ -227,4 +228,73 @@ def test_a_call_that_is_told_at_its_end_is_looked_at_there(with_ours, monkeypatc
     text = form.format(f'"a": {lines}' if parser == "mistral" else f"a={lines}")
     said, ((called, arguments),) = streamed(parser, text, range(0, len(text), 4))
     assert (said, called, json.loads(arguments)) == ("", "f", {"a": json.loads(lines)})
+    assert len(asked) < 8
+
+
+@pytest.fixture(scope="module")
+def with_our_glm():
+    """For all examples of hypothesis."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("parse_streaming_increment", "_STREAMING_PARTIAL_PATTERN"):
+            patch.setattr(Glm4MoeDetector, name, getattr(Glm4MoeDetector, name))
+        patch.setattr(glm47_moe_detector, "re", re)
+        glm_calls.install()
+        yield
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<arg_key>", "<arg_key", "\n", "\\n", "\\", "n", " ", "a", "<"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.lists(st.sampled_from(MARKS), max_size=9).map("".join))
+@pytest.mark.parametrize(
+    ("find", "pattern"),
+    [(glm_calls.call_of_glm45, glm_calls.OF_GLM_45), (glm_calls.call_of_glm47, glm_calls.OF_GLM_47)],
+)
+def test_a_call_of_glm_is_what_sglangs_pattern_finds(find, pattern, text):
+    mine, theirs = find(text), re.search(pattern, text, re.DOTALL)
+    assert (mine is None) == (theirs is None)
+    if theirs:
+        assert [mine.group(number) or "" for number in (1, 2, 3)] == [part or "" for part in theirs.groups()]
+        assert mine.end() == theirs.end() and (not theirs.group(3) or mine.end(3) == theirs.end(3))
+
+
+def in_glms_words(name, arguments, between):
+    pairs = (
+        f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}{between}{''.join(pairs)}</tool_call>"
+
+
+GLMS = pytest.mark.parametrize(("parser", "between"), [("glm45", "\n"), ("glm47", "")])
+
+
+@GLMS
+@settings(max_examples=100, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from("fg"), st.dictionaries(st.sampled_from("ab"), st.sampled_from(["x", "y <z\n"]))
+        ),
+        max_size=3,
+    ),
+    before=st.sampled_from(["Well: ", "a < b\n", "<", ""]),
+    cuts=CUTS,
+)
+def test_glms_calls_and_the_texts_between_them(with_our_glm, parser, between, calls, before, cuts):
+    text = "".join(before + in_glms_words(*call, between) for call in calls) + "Done."
+    said, found = streamed(parser, text, cuts)
+    assert said == before * len(calls) + "Done."
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@GLMS
+def test_a_long_call_of_glm_is_not_searched_with_each_piece(with_our_glm, monkeypatch, parser, between):
+    """By no regular expression, while it has no end."""
+    asked, search = [], re.search
+    monkeypatch.setattr(re, "search", lambda *args: asked.append(0) or search(*args))
+    text = in_glms_words("f", {"a": "x = 1\n" * 300}, between)
+    said, ((name, arguments),) = streamed(parser, text, range(0, len(text), 4))
+    assert (said, name, json.loads(arguments)) == ("", "f", {"a": "x = 1\n" * 300})
     assert len(asked) < 8
