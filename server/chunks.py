@@ -1,7 +1,8 @@
 """Streams whose events have several tokens, as drafting and stream intervals make them, or none.
 
 SGLang's parsers of tool calls take one step for each event of a stream and never come to what is left at its end:
-calls lose their arguments. Its chats give all tokens of an event the alternatives of the first, and leave out the
+calls lose their arguments. Some of its parsers give each block of calls the number 0, and clients take all of them
+for one. Its chats give all tokens of an event the alternatives of the first, and leave out the
 log-probabilities of tokens whose text waits for the next one: a character may be spread over several.
 """
 
@@ -35,7 +36,7 @@ def install_parsers() -> None:
             if not more and not further:
                 break
             text, calls = (text or "") + (more or ""), [*calls, *further]
-        return text, calls
+        return text, numbered(self, calls)
 
     def all_steps_of_json(self: Any, new_text: str, tools: Any) -> Any:
         result = one_step_of_json(self, new_text, tools)
@@ -49,6 +50,18 @@ def install_parsers() -> None:
 
     FunctionCallParser.parse_stream_chunk = all_steps
     JsonArrayParser.parse_streaming_increment = all_steps_of_json
+
+
+def numbered(parser: Any, calls: list[Any]) -> list[Any]:
+    """Parts of calls, where each that has a name gets a number of its own."""
+    told, shift = getattr(parser, "numbers", (-1, 0))
+    for call in calls:
+        if call.name and call.tool_index + shift <= told:
+            shift = told + 1 - call.tool_index
+        call.tool_index += shift
+        told = max(told, call.tool_index)
+    parser.numbers = told, shift
+    return calls
 
 
 def install_logprobs() -> None:

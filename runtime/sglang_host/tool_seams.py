@@ -39,6 +39,21 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.qwen25_detector:Qwen25Detector.parse_streaming_increment",
+        "replace",
+        "a text before a call is told, also in one piece with it",
+        "new_text tools",
+        reads_attributes("parse_streaming_increment normal_text"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.core_types:ToolCallItem",
+        "read",
+        "calls of one answer are told apart by their numbers, which we correct",
+        check=lambda c: {"tool_index", "name", "parameters"} <= c.model_fields.keys(),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.openai.serving_chat:OpenAIServingChat._tool_call_parsing_active",
         "replace",
         "reads calls that a grammar made, which needs no parser",

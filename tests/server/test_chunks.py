@@ -26,6 +26,9 @@ FORMS = {
     "llama3": lambda calls: (
         "<|python_tag|>" + ";".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
     ),
+    "pythonic": lambda calls: "\n".join(
+        f"[{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})]" for name, given in calls
+    ),
     "mistral": lambda calls: (
         "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": given} for name, given in calls])
     ),
