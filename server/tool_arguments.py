@@ -9,8 +9,12 @@ quotes, those within texts too, after which a text that holds such a dictionary 
 Of Mistral's calls in one array SGLang streams the first, and the others as text; and it takes every ``]`` out of an
 answer without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
 Python), SGLang looks for its end from its beginning, with each piece.
+
+Some of SGLang's parsers drop a text that comes in one piece with the call behind it, as where a step puts out
+several tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jiter
@@ -21,20 +25,47 @@ from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
+from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 
+Increment = Callable[[Any, str, Any], StreamingParseResult]
 _read = base_format_detector._partial_json_loads
 _increment = Llama32Detector.parse_streaming_increment
 _mistrals = MistralDetector.parse_streaming_increment
 _pythonic = PythonicDetector.parse_streaming_increment
+_qwens = Qwen25Detector.parse_streaming_increment
 
 
 def install() -> None:
     """Put our functions in SGLang's places."""
     base_format_detector._partial_json_loads = read
     base_format_detector._find_common_prefix = common_prefix
-    Llama32Detector.parse_streaming_increment = increment
+    Llama32Detector.parse_streaming_increment = text_first(increment)
+    Qwen25Detector.parse_streaming_increment = text_first(_qwens)
     MistralDetector.parse_streaming_increment = of_mistral
     PythonicDetector.parse_streaming_increment = of_python
+
+
+def text_first(increment: Increment) -> Increment:
+    """A parser's function for a further piece, which is given a text before a call by itself."""
+
+    def with_text(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+        before, mark, behind = (self._buffer + new_text).partition(self.bot_token)
+        # What is no text before a call: one that is being read, and one that begins without the mark.
+        call = (
+            self.current_tool_name_sent
+            or self.has_tool_call(before)
+            or (self.current_tool_id > 0 and before.startswith(self.tool_call_separator))
+        )
+        if call or not (before and mark):
+            return increment(self, new_text, tools)
+        self._buffer = ""
+        said = increment(self, before, tools)
+        kept, self._buffer = self._buffer, ""
+        found = increment(self, mark + behind, tools)
+        found.normal_text = f"{said.normal_text}{kept}{found.normal_text}"
+        return found
+
+    return with_text
 
 
 def increment(self: Any, new_text: str, tools: Any) -> Any:

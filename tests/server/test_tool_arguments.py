@@ -22,6 +22,7 @@ from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector  # noqa: 
 from sglang.srt.function_call.llama32_detector import Llama32Detector  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
 from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
+from sglang.srt.function_call.qwen25_detector import Qwen25Detector  # noqa: E402
 
 from fathom.server import glm_calls, tool_arguments  # noqa: E402
 
@@ -70,7 +71,7 @@ def test_what_two_texts_begin_with(one, other):
 def with_ours(monkeypatch):
     """Installs our functions; what is SGLang's comes back."""
     places = [(base_format_detector, name) for name in ("_partial_json_loads", "_find_common_prefix")]
-    detectors = Llama32Detector, MistralDetector, PythonicDetector
+    detectors = Llama32Detector, MistralDetector, PythonicDetector, Qwen25Detector
     for place, name in [*places, *((detector, "parse_streaming_increment") for detector in detectors)]:
         monkeypatch.setattr(place, name, getattr(place, name))
     return tool_arguments.install
@@ -139,6 +140,12 @@ OURS = (
     (base_format_detector, "_find_common_prefix", tool_arguments.common_prefix),
     (MistralDetector, "parse_streaming_increment", tool_arguments.of_mistral),
     (PythonicDetector, "parse_streaming_increment", tool_arguments.of_python),
+    (
+        Llama32Detector,
+        "parse_streaming_increment",
+        tool_arguments.text_first(tool_arguments.increment),
+    ),
+    (Qwen25Detector, "parse_streaming_increment", tool_arguments.text_first(tool_arguments._qwens)),
 )
 
 
@@ -195,6 +202,18 @@ def test_all_of_mistrals_calls_are_streamed(calls, cuts, between, compact):
         said, found = streamed("mistral", "Well: " + text, cuts)
     assert said.strip() == "Well:"
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["Well: ", "a < b;\n", "[1] ", "x <"]), TEXTS, CUTS)
+@pytest.mark.parametrize(
+    ("parser", "form"), [("qwen25", "<tool_call>\n{}\n</tool_call>"), ("llama3", "<|python_tag|>{}")]
+)
+def test_a_text_before_a_call_is_told(parser, form, before, given_, cuts):
+    call = form.format(json.dumps({"name": "f", "arguments": {"a": given_}}))
+    with ours_in_place():
+        said, ((name, arguments),) = streamed(parser, before + call, cuts)
+    assert (said, name, json.loads(arguments)) == (before, "f", {"a": given_})
 
 
 @settings(max_examples=100, deadline=None)
