@@ -6,8 +6,9 @@ writes, of some thousand tokens, each of the last ones took milliseconds from ev
 And a Llama's call that is JSON is read as JSON. SGLang takes it for a Python dictionary first and changes its
 quotes, those within texts too, after which a text that holds such a dictionary is read no further.
 
-Of Mistral's calls in one array SGLang streams the first, and the others as text; and it takes every ``]`` out of an
-answer without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
+Of Mistral's calls in one array SGLang streams the first, and the others as text; an array right behind its mark, as
+tokenizers without leading blanks have it, is neither call nor text to it; and it takes every ``]`` out of an answer
+without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
 Python), SGLang looks for its end from its beginning, with each piece.
 
 Some of SGLang's parsers drop a text that comes in one piece with the call behind it, as where a step puts out
@@ -31,6 +32,7 @@ Increment = Callable[[Any, str, Any], StreamingParseResult]
 _read = base_format_detector._partial_json_loads
 _increment = Llama32Detector.parse_streaming_increment
 _mistrals = MistralDetector.parse_streaming_increment
+_whole_mistrals = MistralDetector.detect_and_parse
 _pythonic = PythonicDetector.parse_streaming_increment
 _qwens = Qwen25Detector.parse_streaming_increment
 
@@ -42,6 +44,7 @@ def install() -> None:
     Llama32Detector.parse_streaming_increment = text_first(increment)
     Qwen25Detector.parse_streaming_increment = text_first(_qwens)
     MistralDetector.parse_streaming_increment = of_mistral
+    MistralDetector.detect_and_parse = of_whole_mistral
     PythonicDetector.parse_streaming_increment = of_python
 
 
@@ -78,9 +81,25 @@ def increment(self: Any, new_text: str, tools: Any) -> Any:
     return of(self, new_text, tools)
 
 
+def with_blank(self: Any, text: str) -> str:
+    """A text with the blank that SGLang wants between Mistral's mark and an array."""
+    begin = text.find(self._tool_calls_marker)
+    tight = self.bot_token.replace(" ", "")
+    if begin < 0 or not text.startswith(tight, begin):
+        return text
+    return text[:begin] + self.bot_token + text[begin + len(tight) :]
+
+
+def of_whole_mistral(self: Any, text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for a Mistral's answer that is not streamed."""
+    return _whole_mistrals(self, with_blank(self, text), tools)
+
+
 def of_mistral(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for Mistral, to the end of an array of calls, and of a text without calls all of it."""
     text = self._buffer + new_text
+    if not getattr(self, "within_array", False) and (spaced := with_blank(self, text)) != text:
+        self._buffer, new_text, text = "", spaced, spaced
     if getattr(self, "within_array", False) and not self.current_tool_name_sent:
         rest = text.lstrip()
         if rest.startswith("]"):

@@ -87,6 +87,14 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.mistral_detector:MistralDetector.detect_and_parse",
+        "replace",
+        "an array right behind the mark is read too",
+        "text tools",
+        reads_attributes("_tool_calls_marker bot_token"),
+    ),
+    relies_on(
+        SERVER,
         "function_call.pythonic_detector:PythonicDetector.parse_streaming_increment",
         "replace",
         "the end of calls is looked for where one may be",

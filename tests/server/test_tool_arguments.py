@@ -72,6 +72,7 @@ def with_ours(monkeypatch):
     """Installs our functions; what is SGLang's comes back."""
     places = [(base_format_detector, name) for name in ("_partial_json_loads", "_find_common_prefix")]
     detectors = Llama32Detector, MistralDetector, PythonicDetector, Qwen25Detector
+    places.append((MistralDetector, "detect_and_parse"))
     for place, name in [*places, *((detector, "parse_streaming_increment") for detector in detectors)]:
         monkeypatch.setattr(place, name, getattr(place, name))
     return tool_arguments.install
@@ -139,6 +140,7 @@ OURS = (
     (base_format_detector, "_partial_json_loads", tool_arguments.read),
     (base_format_detector, "_find_common_prefix", tool_arguments.common_prefix),
     (MistralDetector, "parse_streaming_increment", tool_arguments.of_mistral),
+    (MistralDetector, "detect_and_parse", tool_arguments.of_whole_mistral),
     (PythonicDetector, "parse_streaming_increment", tool_arguments.of_python),
     (
         Llama32Detector,
@@ -188,8 +190,8 @@ CUTS = st.lists(st.integers(0, 10**6), max_size=12)
 
 
 @settings(max_examples=150, deadline=None)
-@given(CALLS, CUTS, st.sampled_from([", ", ",", " ,\n "]), st.booleans())
-def test_all_of_mistrals_calls_are_streamed(calls, cuts, between, compact):
+@given(CALLS, CUTS, st.sampled_from([", ", ",", " ,\n "]), st.booleans(), st.sampled_from([" ", ""]))
+def test_all_of_mistrals_calls_are_told(calls, cuts, between, compact, blank):
     written = [json.dumps(arguments) for _, arguments in calls]
     if compact:
         parts = zip(calls, written, strict=True)
@@ -197,10 +199,12 @@ def test_all_of_mistrals_calls_are_streamed(calls, cuts, between, compact):
     else:
         parts = zip(calls, written, strict=True)
         each = [f'{{"name": "{name}", "arguments": {arguments}}}' for (name, _), arguments in parts]
-        text = f"[TOOL_CALLS] [{between.join(each)}]"
+        text = f"[TOOL_CALLS]{blank}[{between.join(each)}]"
     with ours_in_place():
         said, found = streamed("mistral", "Well: " + text, cuts)
-    assert said.strip() == "Well:"
+        rest, whole = FunctionCallParser(TOOLS, "mistral").parse_non_stream("Well: " + text)
+    assert said.strip() == rest == "Well:"
+    assert [(call.name, json.loads(call.parameters)) for call in whole] == calls
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
