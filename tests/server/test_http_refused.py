@@ -71,7 +71,8 @@ def test_an_id_without_a_character(server):
 def test_a_template_of_the_clients_own_is_not_run(server, route):
     """It would hold up the process that answers everybody for as long as it likes."""
     values = {"chat_template_kwargs": {"chat_template": "{% for _ in range(99) %}x{% endfor %}", "y": 1}}
-    body = {"model": server.client.get("/v1/models").json()["data"][0]["id"], "max_tokens": 1}
+    body = {"model": server.client.get("/v1/models").json()["data"][0]["id"]}
+    body |= {"max_output_tokens" if route == "/v1/responses" else "max_tokens": 1}
     turns = {"input" if route == "/v1/responses" else "messages": [{"role": "user", "content": "Where?"}]}
     reply = server.client.post(route, json=body | turns | values)
     assert reply.status_code == 400 and "chat_template_kwargs must not have chat_template" in reply.text
