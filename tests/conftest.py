@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from forked import READ_LATE, Forked, Template
+from forked import LEAVING, READ_LATE, Forked, Template, await_ends
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
@@ -95,6 +94,7 @@ def pytest_collection():
 
 
 def pytest_sessionfinish():
+    await_ends()
     gc.unfreeze()  # libraries complain of what is left when a process ends
 
 
@@ -167,6 +167,10 @@ class Server:
     def stop(self) -> int:
         """Stop by SIGTERM as a container runtime does; the exit code."""
         self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def ended(self) -> int:
+        """The exit code of a server that was told to stop; whatever is left of it ends."""
         try:
             return self.process.wait(30)
         finally:
@@ -192,15 +196,19 @@ def answering(server: Server) -> Server:
         with contextlib.suppress(httpx.HTTPError):
             if server.client.get("/health_generate").status_code == 200:
                 return server
-        time.sleep(0.2)
+        time.sleep(0.05)
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.stop()
     raise RuntimeError(f"server did not answer in {START_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
 @contextlib.contextmanager
-def starter(folder: Path):
-    """A function that starts a server by its command, to which a free port is added; all end with the block."""
+def starter(folder: Path, meanwhile: bool = False):
+    """A function that starts a server by its command, to which a free port is added; all end with the block.
+
+    Args:
+        meanwhile: at its end they are only told to, and have ended with the next block.
+    """
     servers = []
 
     def run(command: list[str], env: dict[str, str] | None = None, start=new_process) -> Server:
@@ -216,12 +224,12 @@ def starter(folder: Path):
     try:
         yield run
     finally:
-        running = [server for server in servers if server.process.poll() is None]
-        stoppers = [threading.Thread(target=server.stop) for server in running]
-        for thread in stoppers:
-            thread.start()
-        for thread in stoppers:
-            thread.join()
+        await_ends()
+        LEAVING.extend(server for server in servers if server.process.poll() is None)
+        for server in LEAVING:
+            server.process.send_signal(signal.SIGTERM)
+        if not meanwhile:
+            await_ends()
 
 
 def command_of(script: Path | None) -> list[str]:
@@ -257,7 +265,7 @@ def template(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start_process(tmp_path_factory):
     """Start a server by its command: ``start_process(command, env=None)``. It ends with the test's file."""
-    with starter(tmp_path_factory.mktemp("servers")) as run:
+    with starter(tmp_path_factory.mktemp("servers"), meanwhile=True) as run:
         yield run
 
 

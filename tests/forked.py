@@ -13,8 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 from fathom.runtime.sglang_host import imports
 
@@ -24,6 +26,8 @@ IMPORTED = (
     "sglang.srt.models.registry",
     "fathom.runtime.sglang_host.engine_args",
     "fathom.runtime.sglang_host.seams",
+    "fathom.runtime.sglang_host.scheduler",
+    "fathom.runtime.sglang_host.slow_fast",
     "fathom.server.app",
     "fathom.server.serve",
 )
@@ -39,9 +43,19 @@ READ_LATE = {
 """What a fork reads of its own environment; others were read when the template imported SGLang."""
 LOOK = 0.05
 """Seconds after which an exit is noticed."""
+HASTE = 10
+"""By how much less a server waits for its own port than the second after which SGLang looks for it."""
 TESTS = Path(__file__).parent
 WIDTH = 16
 """Bytes in which a process's id is told, and later how it ended."""
+LEAVING = []
+"""Servers that were told to end with one file of tests, and may do so while those of the next begin."""
+
+
+def await_ends() -> None:
+    while LEAVING:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            LEAVING.pop().ended()
 
 
 class Forked:
@@ -94,11 +108,19 @@ class Template:
             command = [sys.executable, __file__, self.address, *first]
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
-    def start(self, argv: list[str], log: Path, env: dict[str, str], script: Path | None = None) -> Forked:
+    def start(
+        self,
+        argv: list[str],
+        log: Path,
+        env: dict[str, str],
+        script: Path | None = None,
+        hasty: bool = True,
+    ) -> Forked:
         """``fathom`` with these arguments, as a process with a session of its own that writes to the log.
 
         Args:
             script: of the tests, whose ``main`` is called in place of the command's.
+            hasty: ask itself as soon as its port can be had, not a second later.
         """
         told = socket.socket(socket.AF_UNIX)
         while True:
@@ -109,7 +131,7 @@ class Template:
                 assert self.process.poll() is None, Path(self.address).with_name("log").read_text()
                 select.select([], [], [], LOOK)
         module = script.stem if script else "fathom.server.cli"
-        asked = {"argv": argv, "log": str(log), "env": env, "module": module}
+        asked = {"argv": argv, "log": str(log), "env": env, "module": module, "hasty": hasty}
         told.sendall(json.dumps(asked).encode() + b"\n")
         return Forked(told)
 
@@ -117,6 +139,7 @@ class Template:
         return self
 
     def __exit__(self, *_: object) -> None:
+        await_ends()  # it is from here that their ends are known
         self.process.stdin.close()
         self.process.wait(20)
 
@@ -149,6 +172,15 @@ def read_again() -> None:
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
 
 
+def hasten() -> None:
+    """SGLang's server sleeps before each try to ask itself, and nowhere else."""
+    from sglang.srt.entrypoints import http_server
+
+    clock = SimpleNamespace(**vars(time))
+    clock.sleep = lambda seconds: time.sleep(seconds / HASTE)
+    http_server.time = clock
+
+
 def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, socket.socket]:
     """A server for who calls next; in the process that is the server it does not return."""
     told, _ = listener.accept()
@@ -168,6 +200,8 @@ def fork(listener: socket.socket, others: list[socket.socket]) -> tuple[int, soc
     # What stays the same stays where it is: from there a process finds the title that it changes.
     os.environ.update(request["env"].items() - os.environ.items())
     read_again()
+    if request["hasty"]:
+        hasten()
     sys.argv = ["fathom", *request["argv"]]
     try:
         code = importlib.import_module(request["module"]).main(request["argv"])

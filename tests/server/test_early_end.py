@@ -42,7 +42,7 @@ def test_a_port_that_was_taken_while_loading(tiny_model):
 def test_being_stopped_before_the_first_answer_is_no_error(template, tiny_model, tmp_path):
     port = free_port()
     (log := tmp_path / "log").touch()
-    with template.start(words(tiny_model, port), log, dict(os.environ)) as process:
+    with template.start(words(tiny_model, port), log, dict(os.environ), hasty=False) as process:
         wait_until(lambda: listens(port), 100)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
