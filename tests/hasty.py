@@ -1,4 +1,4 @@
-"""``fathom`` that at its end waits a second for an engine that hangs, where it and SGLang wait ten and fifteen."""
+"""``fathom`` that at its end waits a second for an engine that hangs and for clients, not ten to fifteen."""
 
 import sys
 
@@ -8,7 +8,7 @@ from fathom.server import cli, drain
 
 
 def main(argv):
-    drain.ABORT_SECONDS = 1.0
+    drain.ABORT_SECONDS = drain.CLOSE_SECONDS = 1.0
     tokenizer_manager._SCHEDULER_EXIT_TIMEOUT_SECS = 1
     return cli.main(argv)
 

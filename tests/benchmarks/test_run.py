@@ -36,6 +36,8 @@ from fathom.server.checks import FAILURE, StartError
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 STOCK_FIRST, FATHOM_FIRST = 0.20, 0.10
 STOCK_EACH, FATHOM_EACH = 0.04, 0.02
+HASTE = 0.02
+"""Of these times, where none is looked at."""
 
 
 def fake(variant, first, each, *flags):
@@ -44,9 +46,11 @@ def fake(variant, first, each, *flags):
     return replace(variant, command=command)
 
 
-def use_fakes(monkeypatch, *fathom_flags):
-    stock = fake(variants.SGLANG, STOCK_FIRST, STOCK_EACH)
-    fathom = fake(variants.FATHOM, FATHOM_FIRST, FATHOM_EACH, *fathom_flags)
+def use_fakes(monkeypatch, *fathom_flags, pace=HASTE):
+    stock = fake(variants.SGLANG, STOCK_FIRST * pace, STOCK_EACH * pace)
+    fathom = fake(variants.FATHOM, FATHOM_FIRST * pace, FATHOM_EACH * pace, *fathom_flags)
+    if pace == HASTE:
+        monkeypatch.setattr(measure, "wait_quiet", lambda _: None)
     monkeypatch.setattr(variants, "FATHOM", fathom)
     monkeypatch.setattr(cli, "KNOWN", {"sglang": stock, "fathom": fathom})
 
@@ -70,7 +74,7 @@ def bench(tmp_path, *flags):
 @pytest.fixture(scope="module")
 def dense_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        use_fakes(monkeypatch)
+        use_fakes(monkeypatch, pace=1)
         code, result = bench(tmp_path_factory.mktemp("run"), "--seed", "3")
     assert code == 0
     return result
