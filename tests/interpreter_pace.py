@@ -29,10 +29,12 @@ def _once(patch):
 def _patch_attr(obj, name, member, builder, scope):
     """As the interpreter's, which copies the keywords that were made for this call."""
     semantic = interpreter.interpreter_semantic
+    # What a builtin is wrapped in asks for the keyword.
+    call = getattr(member, "__wrapped__", member) if core.is_builtin(member) else member
 
     def patched(*args, **kwargs):
         kwargs["_semantic"] = semantic
-        return member(*args, **kwargs)
+        return call(*args, **kwargs)
 
     scope.set_attr(obj, name, patched)
 
@@ -83,6 +85,87 @@ def _shapes():
     core.tuple.__eq__ = same
 
 
+def _constants():
+    """Most of what might be a constant of the compiler is a tensor or a number; types of one name are the same."""
+    plain, unwrap = {core.tensor, core.dtype, int, float, bool}, core._unwrap_if_constexpr
+
+    def unwrapped(o):
+        kind = type(o)
+        return o if kind in plain else o.value if kind is core.constexpr else unwrap(o)
+
+    core._unwrap_if_constexpr = unwrapped
+    equal = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: (
+        self.name == other.name if type(other) is core.dtype else equal(self, other)
+    )
+    known, fits = {}, interpreter._validate_np_data_size
+
+    def sized(array, dtype):
+        key = array.itemsize, dtype.name
+        if key not in known:
+            known[key] = fits(array, dtype)
+        return known[key]
+
+    interpreter._validate_np_data_size = sized
+
+
+INTEGERS = ("int32", "int64")
+ALIKE = frozenset(("fp32", "int1", *INTEGERS))
+"""Of two such operands of one type, whatever the operation, neither is cast."""
+
+
+def _constant(semantic, number, dtype):
+    """A number as the other operand's type has it; None where that is not plain."""
+    kind = type(number)
+    if dtype.name == "fp32" and kind in (int, float):
+        return semantic.scalar_constant(number, dtype)
+    if (dtype.name in INTEGERS or dtype.is_ptr()) and kind is int and -(2**31) <= number < 2**31:
+        return semantic.scalar_constant(number, core.int32 if dtype.is_ptr() else dtype)
+    return None
+
+
+def _operands():
+    """Operands that need no cast are only given one shape, and what shapes give is looked up."""
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    known = {}
+
+    def checked(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, *args, **kwargs):
+        left, right = lhs, rhs
+        if type(right) is not core.tensor and type(left) is core.tensor:
+            right = _constant(self, right, left.dtype)
+        elif type(left) is not core.tensor and type(right) is core.tensor and not right.dtype.is_ptr():
+            left = _constant(self, left, right.dtype)
+        if type(left) is type(right) is core.tensor:
+            of_left, of_right = left.dtype.name, right.dtype.name
+            moved = allow_lhs_ptr and of_right in INTEGERS and left.dtype.is_ptr()
+            if moved or (of_left == of_right and of_left in ALIKE):
+                return self.broadcast_impl_value(left, right)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *args, **kwargs)
+
+    def spread(self, x, type):
+        return self.make_tensor(self.builder.create_splat(type, x.handle), type)
+
+    def shaped(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if not left.is_block():
+            if right.is_block():
+                lhs = spread(self, lhs, right.with_element_ty(left.scalar))
+            return lhs, rhs
+        if not right.is_block():
+            return lhs, spread(self, rhs, left.with_element_ty(right.scalar))
+        of_left, of_right = left.shape.values, right.shape.values
+        if of_left == of_right:
+            return lhs, rhs
+        if len(of_left) != len(of_right):
+            return broadcast(self, lhs, rhs)
+        shapes = *of_left, *of_right
+        if shapes not in known:
+            known[shapes] = broadcast(self, lhs, rhs)[0].type.shape.values
+        return self.broadcast_impl_shape(lhs, known[shapes]), self.broadcast_impl_shape(rhs, known[shapes])
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = checked, shaped
+
+
 def install():
     """Once per process."""
     interpreter._patch_lang = _once(interpreter._patch_lang)
@@ -92,3 +175,5 @@ def install():
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
     _types()
     _shapes()
+    _constants()
+    _operands()
