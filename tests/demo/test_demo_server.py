@@ -59,10 +59,10 @@ def test_bfloat16_is_computed_as_the_processor_can(demo):
     assert engine["bfloat16_products"] == has_bfloat16_products()
 
 
-def test_chunks_and_company_change_no_answer(start_process):
+def test_chunks_and_company_change_no_answer(start_process, template):
     """Chunks beside decode steps of others, most of a prompt from the prefix cache or none of it."""
     flags = ("--chunked-prefill-size", "200", "--enable-mixed-chunk")
-    server = start_process([sys.executable, "-m", "fathom.server.cli", "serve", "--demo", *flags])
+    server = start_process(["serve", "--demo", *flags], start=template.start)
 
     def ask(_):
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY, timeout=120).json()

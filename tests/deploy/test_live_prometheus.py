@@ -34,7 +34,21 @@ def server(start_server, tiny_model):
 
 
 @pytest.fixture(scope="module")
-def prometheus(server, prometheus_tools, tmp_path_factory):
+def bench_serving():
+    """SGLang's bench, which imports while Prometheus sees its first requests."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BENCH_SERVING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def prometheus(server, prometheus_tools, bench_serving, tmp_path_factory):
     """A Prometheus with our rules that scrapes the server each second; its URL."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = yaml.safe_load((FILES / "rules.yaml").read_text())
@@ -114,11 +128,16 @@ def test_no_rule_fails_and_no_alert_fires(prometheus):
 REQUESTS, OUTPUT_TOKENS, AT_ONCE = 40, 32, 2
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 AGREEMENT = 0.15
-BENCH_SERVING = (
-    "import runpy; from fathom.runtime.sglang_host import torchvision_ops; torchvision_ops.declare(); "
-    "runpy.run_module('sglang.bench_serving', run_name='__main__')"
-)
-"""`python -m sglang.bench_serving`, which without a GPU imports only after torchvision's operators are declared."""
+BENCH_SERVING = """
+import json, runpy, sys
+from fathom.runtime.sglang_host import torchvision_ops
+torchvision_ops.declare()
+import sglang.benchmark.serving
+sys.argv[1:] = json.loads(input())
+runpy.run_module("sglang.bench_serving", run_name="__main__")
+"""
+"""`python -m sglang.bench_serving`, which without a GPU imports only after torchvision's operators are declared.
+It is told its flags when that is done."""
 
 
 def documented(quantile: str, series: str, route: str) -> str:
@@ -203,7 +222,7 @@ def test_prometheus_agrees_with_the_openai_client(server, prometheus):
 
 
 @pytest.mark.alone
-def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tmp_path):
+def test_prometheus_agrees_with_bench_serving(server, prometheus, bench_serving, tiny_model, tmp_path):
     model = server.openai.models.list().data[0].id
     first = {"model": model, "prompt": "key", "max_tokens": 4, "ignore_eos": True}
     assert server.client.post(COMPLETIONS, json=first).status_code == 200
@@ -224,9 +243,8 @@ def test_prometheus_agrees_with_bench_serving(server, prometheus, tiny_model, tm
         "output-file": result,
     }
     flags = [str(part) for name, given in options.items() for part in (f"--{name}", given)]
-    command = [sys.executable, "-c", BENCH_SERVING, *flags, "--disable-tqdm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, errors = bench_serving.communicate(json.dumps([*flags, "--disable-tqdm"]) + "\n", timeout=240)
+    assert bench_serving.returncode == 0, errors[-3000:]
     report = json.loads(result.read_text())
     assert report["completed"] == REQUESTS
     client = {

@@ -1,8 +1,8 @@
 """RMSNorm, rotary embedding and SiLU on the CPU against their references, and that SGLang dispatches to them."""
 
-import subprocess
-import sys
+import os
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -279,8 +279,8 @@ DISPATCH = """
 """
 
 
-def test_sglang_dispatches_to_the_kernels_and_falls_back():
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(DISPATCH)], capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+def test_sglang_dispatches_to_the_kernels_and_falls_back(template, tmp_path):
+    (log := tmp_path / "log").touch()
+    script = Path(__file__).parents[1] / "scripted.py"
+    with template.start([textwrap.dedent(DISPATCH)], log, dict(os.environ), script=script) as process:
+        assert process.wait(300) == 0, log.read_text()

@@ -1,12 +1,11 @@
-"""A real server that ends between loading and its first answer. About 20 s on two cores."""
+"""A real server that ends between loading and its first answer. About 10 s on two cores."""
 
 import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,23 +19,17 @@ def words(model, port):
     return ["serve", str(model), "--port", str(port), "--max-total-tokens", "2048"]
 
 
-def test_a_port_that_was_taken_while_loading(tiny_model):
-    """A new process: there is time to take the port while it imports."""
+def test_a_port_that_was_taken_while_loading(template, tiny_model, tmp_path):
     port = free_port()
-    command = [sys.executable, "-u", "-m", "fathom.server.cli", *words(tiny_model, port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        try:
-            assert process.stdout.readline() == f"Fathom is loading {tiny_model} ...\n"
-            with socket.create_server(("127.0.0.1", port)):
-                output, errors = process.communicate(timeout=100)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert errors.splitlines()[-1] == (
+    (log := tmp_path / "log").touch()
+    script = Path(__file__).parents[1] / "taken.py"
+    with template.start(words(tiny_model, port), log, dict(os.environ), script=script) as process:
+        assert process.wait(100) == 1
+    said = log.read_text()
+    assert said.startswith(f"Fathom is loading {tiny_model} ...\n") and "Fathom is ready" not in said
+    assert said.splitlines()[-1] == (
         f"fathom serve: error: port {port} on 127.0.0.1 is already in use; choose another one with --port"
     )
-    assert "ready" not in output
 
 
 def test_being_stopped_before_the_first_answer_is_no_error(template, tiny_model, tmp_path):
