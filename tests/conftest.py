@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 from forked import LEAVING, READ_LATE, Forked, Template, await_ends
+from httpx._transports import default as transports
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
@@ -27,6 +28,9 @@ torchvision_ops.declare()  # transformers imports torchvision too
 
 # A shell starts background commands with Ctrl-C ignored, and children inherit that; ours are to be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every client loads all certificates, 25 ms, to ask this machine without them.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 # The same examples in every run, however busy the machine is. To look for others:
 # make test ARGS="tests/runtime --hypothesis-profile=default --hypothesis-seed=random"
