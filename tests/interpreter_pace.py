@@ -109,32 +109,52 @@ def _constants():
     interpreter._validate_np_data_size = sized
 
 
+MOST_CONSTANTS = 10_000
 INTEGERS = ("int32", "int64")
 ALIKE = frozenset(("fp32", "int1", *INTEGERS))
 """Of two such operands of one type, whatever the operation, neither is cast."""
 
 
-def _constant(semantic, number, dtype):
-    """A number as the other operand's type has it; None where that is not plain."""
-    kind = type(number)
+def _constant(semantic, number, type_of_other, made):
+    """A number as an operand beside another; None where that takes more than this.
+
+    Args:
+        made: what there is already, which nobody writes.
+    """
+    kind, dtype = type(number), type_of_other.scalar
     if dtype.name == "fp32" and kind in (int, float):
-        return semantic.scalar_constant(number, dtype)
-    if (dtype.name in INTEGERS or dtype.is_ptr()) and kind is int and -(2**31) <= number < 2**31:
-        return semantic.scalar_constant(number, core.int32 if dtype.is_ptr() else dtype)
-    return None
+        wanted = dtype
+    elif (dtype.name in INTEGERS or dtype.is_ptr()) and kind is int and -(2**31) <= number < 2**31:
+        wanted = core.int32 if dtype.is_ptr() else dtype
+    else:
+        return None
+    key = kind, number or repr(number), type_of_other.name
+    if key not in made:
+        constant = semantic.scalar_constant(number, wanted)
+        if type_of_other.is_block():
+            constant = _spread(semantic, constant, core.block_type(wanted, type_of_other.shape))
+        constant.handle.data.flags.writeable = False
+        if len(made) > MOST_CONSTANTS:
+            made.clear()
+        made[key] = constant
+    return made[key]
+
+
+def _spread(semantic, x, type):
+    return semantic.make_tensor(semantic.builder.create_splat(type, x.handle), type)
 
 
 def _operands():
     """Operands that need no cast are only given one shape, and what shapes give is looked up."""
     check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
-    known = {}
+    known, made = {}, {}
 
     def checked(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, *args, **kwargs):
         left, right = lhs, rhs
         if type(right) is not core.tensor and type(left) is core.tensor:
-            right = _constant(self, right, left.dtype)
+            right = _constant(self, right, left.type, made)
         elif type(left) is not core.tensor and type(right) is core.tensor and not right.dtype.is_ptr():
-            left = _constant(self, left, right.dtype)
+            left = _constant(self, left, right.type, made)
         if type(left) is type(right) is core.tensor:
             of_left, of_right = left.dtype.name, right.dtype.name
             moved = allow_lhs_ptr and of_right in INTEGERS and left.dtype.is_ptr()
@@ -142,17 +162,14 @@ def _operands():
                 return self.broadcast_impl_value(left, right)
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *args, **kwargs)
 
-    def spread(self, x, type):
-        return self.make_tensor(self.builder.create_splat(type, x.handle), type)
-
     def shaped(self, lhs, rhs):
         left, right = lhs.type, rhs.type
         if not left.is_block():
             if right.is_block():
-                lhs = spread(self, lhs, right.with_element_ty(left.scalar))
+                lhs = _spread(self, lhs, right.with_element_ty(left.scalar))
             return lhs, rhs
         if not right.is_block():
-            return lhs, spread(self, rhs, left.with_element_ty(right.scalar))
+            return lhs, _spread(self, rhs, left.with_element_ty(right.scalar))
         of_left, of_right = left.shape.values, right.shape.values
         if of_left == of_right:
             return lhs, rhs
