@@ -13,7 +13,7 @@ FLAGS += ("--max-running-requests", "1", "--enable-priority-scheduling", "--enab
 FLAGS += ("--priority-scheduling-preemption-threshold", "1")
 POLICIES = ({}, {"kv_retention_rate": 0.3}, {"depth_cutoff": 2}, {"decode": "slow_fast"})
 ROUNDS = 8
-KINDS = ((30, 120, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
+KINDS = ((30, 200, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
 """Prompt, answer and priority of a round's requests. A running request leaves no page of a chunk: who takes it
 out is let in at the next look only."""
 PAUSE = 0.04
