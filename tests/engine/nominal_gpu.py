@@ -29,7 +29,6 @@ torchvision_ops.declare()
 # A wrapper that is made in inference mode takes no view of what was made outside it.
 torch.inference_mode = lambda mode=True: torch.no_grad()
 
-import interpreter_float8  # noqa: E402
 import interpreter_pace  # noqa: E402
 import interpreter_scans  # noqa: E402
 from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: E402
@@ -319,7 +318,6 @@ def install():
     stable_top_k.PARTS = 2
     interpreter_pace.install()
     interpreter_scans.install()
-    interpreter_float8.install()
     key_shares.PIECES_PER_PROCESSOR = 1 / 16
     for place, names in (
         (tails.Tails, ("take", "shrink")),

@@ -12,7 +12,6 @@ from triton.knobs import runtime
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import interpreter_float8
 import interpreter_pace
 
 from fathom.kernels import (
@@ -139,7 +138,8 @@ def compare_stores(narrow, dtype):
     numbers = numbers[numbers.isfinite()].sort().values
     half_way = (numbers[1:] + numbers[:-1]) / 2
     edges = torch.tensor([float("nan"), 0.0, -0.0, 500.0, -6e4, 6.5e4, 1e-7, -1e-4])
-    given = torch.cat([numbers, half_way, half_way * 1.001, half_way * 0.999, edges]).to(dtype)
+    beside_it = [half_way.nextafter(torch.tensor(float("inf")) * sign) for sign in (1, -1)]
+    given = torch.cat([numbers, half_way, *beside_it, half_way * 1.001, half_way * 0.999, edges]).to(dtype)
     rows = -(-len(given) // (KV_HEADS * DIM))
     own = torch.zeros(rows * KV_HEADS * DIM, dtype=dtype)
     own[: len(given)] = given
@@ -164,7 +164,6 @@ def compare_stores(narrow, dtype):
 if __name__ == "__main__":
     assert runtime.interpret, "set TRITON_INTERPRET=1"
     interpreter_pace.install()
-    interpreter_float8.install()
     for narrow in store_kv.EIGHT_BITS:
         for dtype in TYPES:
             compare_attention(narrow, dtype)
