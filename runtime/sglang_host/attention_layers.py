@@ -27,24 +27,24 @@ def window_of(runner: "ModelRunner") -> int:
 
 
 def refuse_kv_scales(model: torch.nn.Module, most: float) -> None:
-    """Refuse a checkpoint with keys or values that 8 bits without scales cannot hold.
+    """Refuse a model with keys or values that 8 bits without scales cannot hold.
 
-    A checkpoint's scale maps its largest number to that of e4m3.
+    A scale, the checkpoint's or that of ``--quantization-param-path``, maps the largest number to that of e4m3.
 
     Args:
         most: the largest number of the type that is stored.
 
     Raises:
-        NotImplementedError: with the largest number that the checkpoint tells of.
+        NotImplementedError: with the largest number that the scales tell of.
     """
-    scales = [scale for each in layers_of(model) for scale in (each.k_scale_float, each.v_scale_float)]
+    scales = [scale for each in layers_of(model) for scale in (each.k_scale, each.v_scale)]
     largest = torch.finfo(torch.float8_e4m3fn).max * max(
-        (scale for scale in scales if scale is not None), default=0.0
+        (float(scale) for scale in scales if scale is not None), default=0.0
     )
     if largest > most:
         raise NotImplementedError(
-            f"KV of 8 bits is stored without scales, up to {most:g}, and this checkpoint's goes up to {largest:g}; "
-            "use --kv-cache-dtype bfloat16"
+            f"KV of 8 bits is stored without scales, up to {most:g}, and by its scales this model's goes up to "
+            f"{largest:g}; use --kv-cache-dtype bfloat16"
         )
 
 

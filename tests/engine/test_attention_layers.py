@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from fathom.runtime.sglang_host import attention_layers, slow_fast
@@ -47,14 +48,24 @@ def test_attention_that_is_scaled_by_positions_is_refused(changed, value):
         attention_layers.refuse_scaling(model, "Fathom")
 
 
-def test_a_checkpoint_whose_keys_8_bits_cannot_hold_is_refused():
+def test_a_model_whose_keys_8_bits_cannot_hold_is_refused():
+    """By a checkpoint's scales, and by those of a file, which SGLang notes in another way."""
     model = torch.nn.ModuleList([attention(0), attention(1)])
-    for scale in (None, 0.02, 1.0):
-        model[0].k_scale_float = scale
+    method = BaseKVCacheMethod(None)
+    attention_layers.refuse_kv_scales(model, 448.0)
+    method.create_weights(model[0])
+    for scale in (-1.0, 0.02, 1.0):  # -1: the checkpoint has none
+        model[0].k_scale.fill_(scale)
+        model[0].v_scale.fill_(scale)
+        method.process_weights_after_loading(model[0])
         attention_layers.refuse_kv_scales(model, 448.0)
-    model[1].v_scale_float = 1.5
-    attention_layers.refuse_kv_scales(model, 57344.0)
-    with pytest.raises(
-        NotImplementedError, match="up to 448, and this checkpoint's goes up to 672; use --kv-cache"
-    ):
-        attention_layers.refuse_kv_scales(model, 448.0)
+    of_a_file = torch.nn.ModuleList([attention(0), attention(1)])
+    of_a_file[1].k_scale = of_a_file[1].v_scale = 1.5
+    model[0].v_scale.fill_(1.5)
+    method.process_weights_after_loading(model[0])
+    for each in (model, of_a_file):
+        attention_layers.refuse_kv_scales(each, 57344.0)
+        with pytest.raises(
+            NotImplementedError, match=r"up to 448, and .* up to 672; use --kv-cache-dtype bf"
+        ):
+            attention_layers.refuse_kv_scales(each, 448.0)
