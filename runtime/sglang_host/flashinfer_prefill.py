@@ -46,6 +46,8 @@ ROWS_PER_WIDENED = 256
 twice as long. By those figures, not measured."""
 WIDENED_AT_ONCE = 1 << 15
 """Entries of 8 bits that are copied in one go: as bytes, before they become numbers of 16 bits."""
+TRIED = np.array([[1, 1], [40, 40], [700, 130], [300, 1]])
+"""Entries and rows of the segments that are tried at start: one row, rows without a prefix, some behind many."""
 FAR = 0.05
 """Largest difference from PyTorch's float32 that 16-bit products of standard normal numbers may have."""
 
@@ -341,11 +343,9 @@ class FlashInferPrefill:
     def difference(self) -> float:
         """Largest difference between results of a small made-up step and PyTorch's; builds the kernels.
 
-        Segments of one row, of rows without a prefix, and of some after a long one; from copies too, where there is
-        room for them.
+        From copies too, where there is room for them.
         """
-        counts = np.array([[1, 1], [40, 40], [700, 130], [300, 1]])
-        slots, rows = counts.sum(0).tolist()
+        slots, rows = TRIED.sum(0).tolist()
         noise = torch.Generator(self.device).manual_seed(1)
         query, keys, values = (
             torch.randn(n, heads, self.head_dim, generator=noise, device=self.device).to(dtype)
@@ -355,16 +355,16 @@ class FlashInferPrefill:
             )
         )
         order = np.random.default_rng(1).permutation(slots) + 1
-        entry, bounds = (np.concatenate([[0], np.cumsum(column)]) for column in counts.T)
+        entry, bounds = (np.concatenate([[0], np.cumsum(column)]) for column in TRIED.T)
         view = SpanView(order.astype(np.int32).__getitem__, entry, bounds, np.zeros(rows, np.int64))
-        there = DeviceTables(1, len(counts), slots, rows, self.device).fill(0, view)
+        there = DeviceTables(1, len(TRIED), slots, rows, self.device).fill(0, view)
         kinds = [False] * (not self.narrow) + [True] * (slots <= len(self._copies[0]))
         scale = self.head_dim**-0.5
         found = [torch.empty_like(query) for _ in kinds]
         for gathers, output in zip(kinds, found, strict=True):
             self.attend(0, view, there, query, (keys, values), scale, output, gathers)
         wanted = torch.empty_like(query, dtype=torch.float32)
-        for i, (length, new) in enumerate(counts.tolist()):
+        for i, (length, new) in enumerate(TRIED.tolist()):
             own = slice(int(bounds[i]), int(bounds[i + 1]))
             read = there.table[1 + int(entry[i]) :][:length, 0].long()
             q, k, v = (
@@ -420,9 +420,9 @@ def reserved_bytes(runner: "ModelRunner", spans: int) -> int:
 
 
 def _most_copied(runner: "ModelRunner") -> int:
-    """Entries of a step that may be copied."""
+    """Entries of a step that may be copied; as many as are tried at least."""
     copied = OPTIONS.prefill == GATHERED or runner.kv_cache_dtype in EIGHT_BITS
-    return min(runner.model_config.context_len, MOST_COPIED) if copied else 0
+    return min(max(runner.model_config.context_len, int(TRIED.sum(0)[0])), MOST_COPIED) if copied else 0
 
 
 def _trial(made: FlashInferPrefill) -> str:

@@ -438,6 +438,14 @@ def test_copies_are_tried_too_where_they_are_asked_for(gpu, monkeypatch):
     assert made is None and reason.startswith("FlashInfer's results differ from PyTorch's by ")
 
 
+def test_copies_of_8_bits_are_tried_however_short_the_context(gpu):
+    short = SimpleNamespace(**vars(runner().model_config) | {"context_len": 512})
+    narrow = {"model_config": short, "kv_cache_dtype": torch.float8_e4m3fn}
+    made, reason = choose(**narrow)
+    assert reason == "" and made.plans == made.gathered_plans == 1
+    assert choose(ragged=WrongCopies, **narrow)[0] is None
+
+
 def test_numbers_of_8_bits_are_tried_from_copies(gpu):
     made, reason = choose(kv_cache_dtype=torch.float8_e4m3fn)
     assert reason == "" and (made.plans, made.gathered_plans) == (1, 1)
