@@ -23,7 +23,6 @@ from fathom.benchmarks.gpu_attention import (
 from fathom.benchmarks.gpu_inputs import EXACT, SCORE_TOLERANCE, Inputs, Pair, Pool, Problem, Setting, part
 from fathom.kernels import window_scores
 from fathom.kernels.compact_kv import compact_kv, compact_kv_reference
-from fathom.kernels.dispatch import INTERPRETED
 from fathom.kernels.pack_segment import pack_segment, pack_segment_torch
 from fathom.kernels.selector_scores import selector_scores, selector_scores_torch
 from fathom.kernels.span_tables import BLOCK, span_tables, span_tables_torch
@@ -191,8 +190,6 @@ def store(s: Setting) -> Problem:
     rows = sum(s.lengths)
     slots = inputs.order(rows + 9).long()[:rows]
     new = [inputs.heads_of(rows, s.kv_heads, dim) * 100 for dim in (s.head_dim, s.value_dim)]
-    if INTERPRETED:  # Triton's interpreter rounds in its own way: nothing is left to round
-        new = [narrowed(x, held).to(s.dtype) for x in new]
     pool = tuple(inputs.empty(rows + 9, s.kv_heads, x.shape[2], dtype=held) for x in new)
 
     def poison() -> None:
