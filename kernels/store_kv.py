@@ -19,7 +19,7 @@ TOKENS = 16
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` in one of ``EIGHT_BITS``: the nearest number, even ones at half way; the largest for what is beyond it,
-    which PyTorch makes NaN or infinite."""
+    which in e5m2 would become infinite."""
     most = torch.finfo(dtype).max
     return x.clamp(-most, most).to(dtype)
 
