@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fathom.server.units import json_object
+
 USAGE, FAILURE, SEAM = 2, 1, 3
 """Exit codes: a wrong command line, a server that could not start, an SGLang that is not as we know it."""
 
@@ -93,6 +95,9 @@ REFUSED_ENVIRONMENT = {
     "SGLANG_GRPC_PORT": _GRPC,
 }
 
+JSON_OBJECTS = "--json-model-override-args", "--model-loader-extra-config"
+"""SGLang reads them where nothing tells any more which option is meant."""
+
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 
 
@@ -110,6 +115,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     levels = "critical", "error", "warning", "info", "debug"
     parser.add_argument("--log-level", choices=levels)
     parser.add_argument("--log-level-http", choices=(*levels, "trace"))
+    for flag in JSON_OBJECTS:
+        parser.add_argument(flag, type=json_object)
 
 
 def refuse_bypass(arguments: object, environment: Mapping[str, str] = os.environ) -> None:

@@ -21,7 +21,7 @@ from fathom.server.command_line import DEMO_TUNINGS, Parser
 from fathom.server.memory_flags import DEFAULT_PROPAGATION_BUFFER
 from fathom.server.picture import Staircase
 from fathom.server.profile import limits_of
-from fathom.server.units import flops, size, token_count
+from fathom.server.units import flops, json_object, size, token_count
 
 KV_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Of a number in what ``--kv-cache-dtype`` names; with ``auto`` it is the model's."""
@@ -98,7 +98,7 @@ def parser() -> Parser:
         help="of the answer (default: %(default)s)",
     )
     add("--preset", help="a preset, which --policy refines")
-    add("--policy", type=_object, default={}, metavar="JSON", help="a request's fathom object")
+    add("--policy", type=json_object, default={}, metavar="JSON", help="a request's fathom object")
     add("--draft-model-path", "--draft-model", metavar="MODEL", help="draft: folder or config.json")
     add(
         "--batch", type=token_count, default=1, metavar="N", help="requests that decode together (default: 1)"
@@ -120,16 +120,6 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print the figures as one JSON object")
     sfi_options.add_arguments(result)
     return result
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 def read_config(model: str) -> tuple[cost.ModelShape, dict[str, Any]]:

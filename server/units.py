@@ -1,6 +1,8 @@
-"""Numbers for people, and from them."""
+"""Numbers for people, and from them; JSON on command lines."""
 
 import argparse
+import json
+from typing import Any
 
 
 def token_count(text: str) -> int:
@@ -13,6 +15,21 @@ def token_count(text: str) -> int:
     if not digits.isdecimal() or int(digits) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, such as 8192 or 8k, got {text!r}")
     return int(digits) * scale
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A word of a command line that is a JSON object.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def flops(value: float) -> str:

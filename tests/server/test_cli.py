@@ -84,6 +84,16 @@ MISTAKES = [
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--detokenizer-worker-num", "2"], 2, "--detokenizer-worker-num 2 is not supported: "),
+    (
+        ["serve", "x", "--json-model-override-args", "{bad"],
+        2,
+        "--json-model-override-args: '{bad' is not JSON",
+    ),
+    (
+        ["serve", "x", "--model-loader-extra-config=[1]"],
+        2,
+        "--model-loader-extra-config: '[1]' is not a JSON obj",
+    ),
     (["serve", "x", "--log-level", "loud"], 2, "--log-level: invalid choice: 'loud'"),
     (["serve", "x", "--log-level-http", "INFO"], 2, "--log-level-http: invalid choice: 'INFO'"),
     (["serve", "x", "--grpc-mode"], 2, "--grpc-mode is not supported: "),
