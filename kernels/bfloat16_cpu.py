@@ -8,13 +8,14 @@ import functools
 
 import llvmlite.binding
 import numba
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from fathom.kernels.numba_cpu import ask_for, call
+from fathom.kernels.numba_cpu import LOOPS, ask_for, call
 
 LANES = 32
 """Lines of bfloat16 products are whole multiples of so many elements."""
@@ -94,7 +95,7 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
     Args:
         sums: [.., ..] float32.
         left: [.., pairs] int32, each a pair of bfloat16 numbers; right: [pairs, ..] int32.
-        pairs, rows, vectors: constants of the kernel; the tile is ``rows`` times ``16 * vectors``.
+        rows, vectors: constants of the kernel; the tile is ``rows`` times ``16 * vectors``.
         add: constant 1 to add to what is there.
         ahead: constant; of a ``right`` that is as wide as the tile, the cache lines so many pairs ahead are asked
             for on the way. 0 for none.
@@ -106,6 +107,7 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
         zero = (context.get_constant(types.intp, 0), types.intp)
         first, column = context.cast(builder, args[1], r0, types.intp), (args[2], c0)
         height, width = r.literal_value, v.literal_value
+        length = context.cast(builder, args[5], p, types.intp)
         lines = [(builder.add(first, word(i)), types.intp) for i in range(height)]
         outputs = [pointer_to(context, builder, args[0], s, [line, column], FLOATS) for line in lines]
         lefts = [pointer_to(context, builder, args[3], a, [line, zero], ir.IntType(32)) for line in lines]
@@ -118,7 +120,7 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
             for output in outputs
             for j in range(width)
         ]
-        with cgutils.for_range(builder, word(p.literal_value)) as loop:
+        with cgutils.for_range(builder, length) as loop:
             place = pointer_to(context, builder, args[4], b, [(loop.index, types.intp), column], PAIRS)
             if later.literal_value:
                 far = builder.gep(place, [word(later.literal_value * width)])
@@ -134,6 +136,41 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
                 builder.store(builder.load(tile[i * width + j]), offset(builder, output, j), align=4)
         return context.get_dummy_value()
 
-    constants = pairs, rows, vectors, add, ahead
+    constants = rows, vectors, add, ahead
     if all(isinstance(constant, types.IntegerLiteral) for constant in constants):
-        return types.void(sums, row, column, left, right, *constants), codegen
+        return types.void(sums, row, column, left, right, pairs, *constants), codegen
+
+
+ROWS, COLUMNS = 4, 64
+"""What a tile of a product has: four rows of four vectors each are the sums that registers hold."""
+
+
+@njit(**LOOPS)
+def begin_products():
+    """Before the products below: nothing."""
+    return np.empty(0, np.uint8)
+
+
+@njit(**LOOPS)
+def end_products(others):
+    """After them: nothing."""
+
+
+def _product(add: int):
+    @njit(**LOOPS)
+    def multiplied(sums, left, right):
+        pairs, columns = right.shape
+        whole = columns // COLUMNS * COLUMNS
+        for column in range(0, whole, COLUMNS):
+            for row in range(0, len(sums), ROWS):
+                tile_products(sums, row, column, left, right, pairs, ROWS, 4, add, 0)
+        if columns > whole:
+            for row in range(0, len(sums), ROWS):
+                tile_products(sums, row, whole, left, right, pairs, ROWS, 2, add, 0)
+
+    return multiplied
+
+
+# ``sums = left @ right`` or ``+=``: sums [rows, columns] float32; left [rows, pairs] and right [pairs, columns]
+# int32, each a pair of bfloat16 numbers; rows in whole multiples of 4, columns of 32.
+product, add_product = _product(0), _product(1)

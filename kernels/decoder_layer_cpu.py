@@ -13,9 +13,11 @@ from numba import njit, prange
 
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads
 from fathom.kernels.packed_linear_cpu import (
-    BLOCK,
     NOTHING,
+    WIDTHS,
+    begin_products,
     block_products,
+    end_products,
     in_whole_tiles,
     products,
     whole_tiles,
@@ -32,7 +34,7 @@ class BeforeAttention:
 
     Attributes:
         gain: [hidden] of the norm; eps: of all norms.
-        lines: [.., 64] int32, the projection as ``packed_linear_cpu.blocks_of`` has it.
+        lines: [.., width] int32, the projection as ``packed_linear_cpu.blocks_of`` has it.
         bias: [outputs] of the projection; query_gain, key_gain: [head_dim] of the norms of every head. ``NOTHING``
             where there is none.
         cos_sin: [positions, rotary_dim].
@@ -150,14 +152,15 @@ def check_positions(positions: torch.Tensor, cos_sin: np.ndarray) -> np.ndarray:
 def warm_up() -> None:
     """Compile the kernels now, so that no request waits for them (seconds, cached on disk)."""
     match_torch_threads()
-    one, gain = np.zeros((16, BLOCK), np.int32), np.zeros(32, np.uint16)
+    width = WIDTHS[0]
+    one, gain = np.zeros((16, width), np.int32), np.zeros(32, np.uint16)
     hidden = torch.zeros(1, 32, dtype=torch.bfloat16)
     angles = gain.reshape(1, 32)
     before = BeforeAttention(gain, 1e-6, one, NOTHING, NOTHING, NOTHING, angles, 32, 32, 0, 32)
     for residual in (None, hidden):
         before(torch.zeros(1, dtype=torch.int64), hidden, residual)
-    two = np.zeros((32, BLOCK), np.int32)
-    AfterAttention(one, gain, 1e-6, two, np.zeros((32, BLOCK), np.int32))(hidden, hidden)
+    two = np.zeros((32, width), np.int32)
+    AfterAttention(one, gain, 1e-6, two, two)(hidden, hidden)
 
 
 @njit(**LOOPS)
@@ -223,22 +226,24 @@ def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden,
     for r in range(rows):
         add_norm_row(projected[r], residual[r], gain, epsilon, normed[r], total[r])
     inner = normed.view(np.int32)
-    gates = len(gate_up) // inner.shape[1] // 2
-    active = np.empty((tiles, gates * BLOCK), np.uint16)
+    gates, size = len(gate_up) // inner.shape[1] // 2, gate_up.shape[1]
+    active = np.empty((tiles, gates * size), np.uint16)
     shares = even_shares(gates, threads)
     taken = shares[:-1].copy()
     for thread in prange(len(taken)):
+        others = begin_products()
         while True:
             block = take(taken, shares, thread)
             if block < 0:
                 break
             gate = block_products(inner, gate_up, block)
             up = block_products(inner, gate_up, gates + block)
-            both = np.empty((2, BLOCK), np.uint16)
+            both = np.empty((2, size), np.uint16)
             for r in range(rows):
-                for j in range(BLOCK):
+                for j in range(size):
                     both[0, j] = from_float32(gate[r, j], both)
                     both[1, j] = from_float32(up[r, j], both)
-                silu_row(both[0], both[1], active[r, block * BLOCK : block * BLOCK + BLOCK])
+                silu_row(both[0], both[1], active[r, block * size : block * size + size])
+        end_products(others)
     pairs = active.view(np.int32)
     products(pairs, down, none, hidden, threads)

@@ -24,7 +24,6 @@ from fathom.kernels.decoder_layer_cpu import (
 )
 from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32
-from fathom.kernels.packed_linear_cpu import BLOCK
 from fathom.kernels.paged_attention_cpu import (
     NO_EVIDENCE,
     Tasks,
@@ -98,6 +97,9 @@ class DecoderLayers:
             raise ValueError(f"layers are of {len(forms)} forms")
         before, after = self.halves[0]
         self.before = before
+        widths = {x.shape[1] for x in (before.lines, after.output, after.gate_up, after.down)}
+        if len(widths) != 1:
+            raise ValueError(f"matrices in blocks of {sorted(widths)} outputs")
         dims = before.head_dim, before.value // kv_heads
         if not takes_products(torch.bfloat16, torch.bfloat16, *dims):
             raise ValueError(f"no bfloat16 products for keys and values of {dims}")
@@ -105,6 +107,7 @@ class DecoderLayers:
             heads,
             kv_heads,
             *dims,
+            before.lines.shape[1],
             *(len(x) for x in _arrays(before, after)),
         )
         self.weights = np.array([[x.ctypes.data for x in _arrays(*both)] for both in halves], np.int64)
@@ -278,8 +281,8 @@ def _layers(
     so_far,
     threads,
 ):
-    heads, kv_heads, head_dim, value_dim = sizes[:4]
-    gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = sizes[4:]
+    heads, kv_heads, head_dim, value_dim, width = sizes[:5]
+    gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = sizes[5:]
     key_lines, key_slot, key_head, value_lines, value_slot, value_head = pool
     packed_keys, packed_key_slot, packed_key_head, packed_values, packed_value_slot, packed_value_head = (
         compact
@@ -307,7 +310,7 @@ def _layers(
             first and i == 0,
             carray(_pointer(at[0], _BIT), (gain,)),
             epsilons[0],
-            carray(_pointer(at[1], _LINE), (lines, BLOCK)),
+            carray(_pointer(at[1], _LINE), (lines, width)),
             carray(_pointer(at[2], _BIT), (bias,)),
             carray(_pointer(at[3], _BIT), (query_gain,)),
             carray(_pointer(at[4], _BIT), (key_gain,)),
@@ -355,11 +358,11 @@ def _layers(
         after_rows(
             attended.view(np.int32),
             total,
-            carray(_pointer(at[5], _LINE), (output, BLOCK)),
+            carray(_pointer(at[5], _LINE), (output, width)),
             carray(_pointer(at[6], _BIT), (output_gain,)),
             epsilons[1],
-            carray(_pointer(at[7], _LINE), (gate_up, BLOCK)),
-            carray(_pointer(at[8], _LINE), (down, BLOCK)),
+            carray(_pointer(at[7], _LINE), (gate_up, width)),
+            carray(_pointer(at[8], _LINE), (down, width)),
             done,
             so_far,
             threads,

@@ -1,8 +1,8 @@
 """Linear layers of a few rows, read from weights as oneDNN packs them, for processors that have AVX512-BF16.
 
-Few rows are bound by reading the weights. oneDNN's packed layout, [outputs / 64, inputs / 2, 64, 2], is what a tile
-of products (``bfloat16_cpu.py``) reads in the order of memory. A row's result is the same to the bit whatever rows
-are beside it.
+Few rows are bound by reading the weights. oneDNN's packed layout, [outputs / width, inputs / 2, width, 2], is what
+products of tiles (``bfloat16_cpu.py``, ``amx_cpu.py``) read in the order of memory. A row's result is the same to
+the bit whatever rows are beside it.
 """
 
 import ctypes
@@ -11,21 +11,26 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from fathom.kernels.amx_cpu import has_amx
+from fathom.kernels.amx_cpu import product as amx_product
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products, tile_products
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads, to_float32
 from fathom.kernels.work_sharing_cpu import even_shares, take
 
-BLOCK = 64
-"""Outputs that lie together."""
+if has_amx():
+    from fathom.kernels.amx_cpu import ROWS, begin_products, end_products
+else:
+    from fathom.kernels.bfloat16_cpu import ROWS, begin_products, end_products
 
-ROWS_AT_ONCE = 4
+WIDTHS = 64, 32
+"""Outputs that may lie together, in a *block*: 32 where the processor has AMX."""
+
 FEW_ROWS = 32
 """Up to so many rows this is faster than oneDNN's own product."""
 
 # Pairs of inputs whose sums stay in registers. With several tiles of rows, runs are short, and the last tile asks
 # for what comes later: by themselves, the processor's prefetchers rest while the other tiles are computed.
 _LONG_RUN, _RUN, _AHEAD = 128, 16, 32
-_VECTORS = BLOCK // 16
 _ADD = 1
 
 
@@ -37,24 +42,31 @@ def blocks_of(packed: torch.Tensor, weight: torch.Tensor) -> np.ndarray | None:
         weight: [outputs, inputs] bfloat16.
 
     Returns:
-        [outputs / 64 rounded up * inputs / 2, 64] int32; None where oneDNN has laid it out in another way, which
-        is looked for in the first and last blocks and some between, or the processor lacks the products.
+        [blocks * inputs / 2, width] int32, of a width of ``WIDTHS``, outputs rounded up to whole blocks; None where
+        oneDNN has laid it out in another way, which is looked for in the first and last blocks and some between,
+        or the processor lacks the products.
     """
-    outputs, inputs = weight.shape
-    count, pairs = -(-outputs // BLOCK), inputs // 2
-    size = count * BLOCK * inputs * weight.itemsize
-    fits = inputs % (2 * _RUN) == 0 and has_bfloat16_products()
-    if not fits or torch.ops.mkldnn._nbytes(packed) != size:
+    inputs = weight.shape[1]
+    if inputs % (2 * _RUN) or not has_bfloat16_products():
         return None
+    size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
-    lines = np.frombuffer(memory, np.int32).reshape(count * pairs, BLOCK)
+    words = np.frombuffer(memory, np.int32)
+    return next((words.reshape(-1, width) for width in WIDTHS if _lies_in(words, weight, width)), None)
+
+
+def _lies_in(words: np.ndarray, weight: torch.Tensor, width: int) -> bool:
+    """Whether memory holds a weight in blocks of ``width`` outputs."""
+    outputs, inputs = weight.shape
+    count, pairs = -(-outputs // width), inputs // 2
+    if words.size != count * pairs * width:
+        return False
+    blocks = words.reshape(count, pairs, width)
     for block in {0, count // 3, count // 2, count - 1}:
-        part = weight[block * BLOCK : (block + 1) * BLOCK].contiguous()
-        want = as_array(part).view(np.int32).T
-        found = lines[block * pairs : (block + 1) * pairs]
-        if not np.array_equal(found[:, : len(part)], want):
-            return None
-    return lines
+        part = weight[block * width : (block + 1) * width].contiguous()
+        if not np.array_equal(blocks[block, :, : len(part)], as_array(part).view(np.int32).T):
+            return False
+    return True
 
 
 def packed_linear(
@@ -93,7 +105,7 @@ def packed_rows(ids: torch.Tensor, lines: np.ndarray, outputs: int) -> torch.Ten
     flat = ids.reshape(-1).numpy()
     if flat.size and (flat.min() < 0 or flat.max() >= outputs):
         raise IndexError(f"id outside 0 .. {outputs - 1}")
-    pairs = len(lines) // -(-outputs // BLOCK)
+    pairs = len(lines) // -(-outputs // lines.shape[1])
     result = torch.empty(len(flat), 2 * pairs, dtype=torch.bfloat16)
     _rows(flat, lines, as_array(result).view(np.int32))
     return result.view(*ids.shape, 2 * pairs)
@@ -106,15 +118,15 @@ NOTHING = np.empty(0, np.uint16)
 def warm_up() -> None:
     """Compile the kernels now, so that no request waits for them (seconds, cached on disk)."""
     match_torch_threads()
-    lines = np.zeros((16, BLOCK), np.int32)
-    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), lines, BLOCK)
-    packed_rows(torch.zeros(1, dtype=torch.int64), lines, BLOCK)
+    lines = np.zeros((16, WIDTHS[0]), np.int32)
+    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), lines, WIDTHS[0])
+    packed_rows(torch.zeros(1, dtype=torch.int64), lines, WIDTHS[0])
 
 
 @njit(**LOOPS)
 def whole_tiles(rows):
     """Rows of a buffer that is the left side of :func:`block_products`; those beyond ``rows`` count for nothing."""
-    return (rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE
+    return (rows + ROWS - 1) // ROWS * ROWS
 
 
 @njit(**LOOPS)
@@ -128,35 +140,58 @@ def in_whole_tiles(x):
 
 
 @njit(**LOOPS)
-def block_products(x, lines, block):
-    """[rows, 64] float32: the rows' products with one block of outputs.
+def _by_amx(x, lines, block):
+    pairs = x.shape[1]
+    sums = np.empty((len(x), lines.shape[1]), np.float32)
+    amx_product(sums, x, lines[block * pairs : (block + 1) * pairs])
+    return sums
 
-    Args:
-        x: [rows, inputs / 2] int32, pairs of bfloat16 numbers; whole tiles of rows.
-    """
+
+def _tile(ahead: int):
+    @njit(**LOOPS)
+    def tile(sums, row, left, right):
+        pairs = right.shape[0]
+        if right.shape[1] == 64:
+            tile_products(sums, row, 0, left, right, pairs, ROWS, 4, _ADD, ahead)
+        else:
+            tile_products(sums, row, 0, left, right, pairs, ROWS, 2, _ADD, ahead)
+
+    return tile
+
+
+_add_tile, _add_last_tile = _tile(0), _tile(_AHEAD)
+
+
+@njit(**LOOPS)
+def _by_vectors(x, lines, block):
     rows, pairs = x.shape
-    sums = np.zeros((rows, BLOCK), np.float32)
+    sums = np.zeros((rows, lines.shape[1]), np.float32)
     own = lines[block * pairs : (block + 1) * pairs]
-    last, done = rows - ROWS_AT_ONCE, 0
+    last, done = rows - ROWS, 0
     if last == 0:
-        for begin in range(0, pairs - _LONG_RUN + 1, _LONG_RUN):
-            left, right = x[:, begin : begin + _LONG_RUN], own[begin : begin + _LONG_RUN]
-            tile_products(sums, 0, 0, left, right, _LONG_RUN, ROWS_AT_ONCE, _VECTORS, _ADD, 0)
         done = pairs // _LONG_RUN * _LONG_RUN
+        for begin in range(0, done, _LONG_RUN):
+            _add_tile(sums, 0, x[:, begin : begin + _LONG_RUN], own[begin : begin + _LONG_RUN])
     for begin in range(done, pairs, _RUN):
         left, right = x[:, begin : begin + _RUN], own[begin : begin + _RUN]
-        for r in range(0, last, ROWS_AT_ONCE):
-            tile_products(sums, r, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD, 0)
-        tile_products(sums, last, 0, left, right, _RUN, ROWS_AT_ONCE, _VECTORS, _ADD, _AHEAD)
+        for r in range(0, last, ROWS):
+            _add_tile(sums, r, left, right)
+        _add_last_tile(sums, last, left, right)
     return sums
+
+
+block_products = _by_amx if has_amx() else _by_vectors
+"""[rows, width] float32, the rows' products with one block of outputs, between ``begin_products`` and
+``end_products``. Its arguments: x, [rows, inputs / 2] int32, pairs of bfloat16 numbers, in whole tiles of rows;
+lines; and which block."""
 
 
 @njit(**LOOPS)
 def block_outputs(x, lines, block, bias, out):
     """One block of the outputs of all rows, rounded, into ``out`` [rows, outputs] uint16."""
     sums = block_products(x, lines, block)
-    first = block * BLOCK
-    end = min(first + BLOCK, out.shape[1])
+    first = block * lines.shape[1]
+    end = min(first + lines.shape[1], out.shape[1])
     for r in range(len(out)):
         line = out[r, first:end]
         if len(bias):
@@ -178,17 +213,19 @@ def products(left, lines, bias, out, threads):
     shares = even_shares(len(lines) // left.shape[1], threads)
     taken = shares[:-1].copy()
     for thread in prange(len(taken)):
+        others = begin_products()
         while True:
             block = take(taken, shares, thread)
             if block < 0:
                 break
             block_outputs(left, lines, block, bias, out)
+        end_products(others)
 
 
 @njit(parallel=True, **LOOPS)
 def _rows(ids, lines, out):
-    pairs = out.shape[1]
+    pairs, width = out.shape[1], lines.shape[1]
     for r in prange(len(ids)):
-        first, column = ids[r] // BLOCK * pairs, ids[r] % BLOCK
+        first, column = ids[r] // width * pairs, ids[r] % width
         for p in range(pairs):
             out[r, p] = lines[first + p, column]

@@ -21,6 +21,7 @@ from fathom.kernels import (
     store_kv_cpu,
     window_scores_cpu,
 )
+from fathom.kernels.amx_cpu import has_amx
 from fathom.kernels.decoder_layers_cpu import Reads
 from fathom.kernels.extend_attention import extend_attention
 from fathom.kernels.paged_attention_cpu import Tasks, paged_attention, plan_packed, takes_products
@@ -155,8 +156,9 @@ class CpuAttentionBackend(SpanAttentionBackend):
         )
         paged_attention_cpu.warm_up(*shape, model_runner.kv_cache_dtype)
         self.bfloat16_products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
+        self.amx = self.bfloat16_products and has_amx()
         if self.bfloat16_products:
-            prefill_attention_cpu.warm_up(*shape)
+            prefill_attention_cpu.warm_up()
         window_scores_cpu.warm_up(*shape[:3], model_runner.kv_cache_dtype)
         cpu_ops.warm_up(config.dtype)
         store_kv_cpu.warm_up(config.dtype)

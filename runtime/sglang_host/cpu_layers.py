@@ -20,7 +20,7 @@ from fathom.kernels import decoder_layer_cpu, decoder_layers_cpu
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
 from fathom.kernels.decoder_layers_cpu import DecoderLayers
 from fathom.kernels.numba_cpu import as_array
-from fathom.kernels.packed_linear_cpu import BLOCK, FEW_ROWS, NOTHING
+from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING
 from fathom.runtime.sglang_host.cpu_linear import PackedLinearMethod
 from fathom.runtime.sglang_host.cpu_ops import is_plain_norm, is_plain_rotary
 from fathom.runtime.sglang_host.cpu_seams import LAYER_CLASSES, ROTARY_CLASSES
@@ -156,10 +156,11 @@ def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:
         or not is_plain_rotary(rotary)
         or not _is_plain_array(rotary.cos_sin_cache)
         or rotary.head_size != head_dim
-        or matrices[-1].input_size % BLOCK
     ):
         return None
     projection, output, gate_up, down = (matrix.quant_method.lines for matrix in matrices)
+    if matrices[-1].input_size % gate_up.shape[1]:
+        return None  # gates that share a block with what they multiply
     query_gain, key_gain = [as_array(norm.weight) for norm in head_norms] or [NOTHING, NOTHING]
     bias = matrices[0].bias
     before = BeforeAttention(

@@ -293,6 +293,7 @@ class FathomScheduler(Scheduler):
             "worker": _name(self.tp_worker),
             "attention_backend": _name(backend),
             "bfloat16_products": getattr(backend, "bfloat16_products", False),
+            "amx": getattr(backend, "amx", False),
             **{name: getattr(backend, name, 0) for name in BACKEND_COUNTS},
             "overlapped_steps": self.overlapped_steps,
             "steps_that_followed": getattr(self.tp_worker.continuous, "steps", 0),

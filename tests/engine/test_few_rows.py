@@ -1,10 +1,13 @@
 """Decode steps of a bfloat16 model, whose layers take few rows in two calls, against its prefill, whose do not."""
 
 import pytest
+import torch
 from conftest import save_random_model
 
+from fathom.kernels.amx_cpu import has_amx
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.packed_linear_cpu import FEW_ROWS
+from fathom.runtime.sglang_host.cpu_linear import PackedLinearMethod
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
 
@@ -22,19 +25,22 @@ def run(server, prompts, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "joined"),
+    ("family", "changes"),
     [
-        ("Llama", {}, LAYERS),
-        ("Llama", {"intermediate_size": 96}, 0),  # gates do not fill whole blocks
-        ("Qwen2", {"hidden_size": 128}, LAYERS),  # its heads share the hidden size
-        ("Qwen3", {}, LAYERS),
+        ("Llama", {}),
+        ("Llama", {"intermediate_size": 96}),  # gates fill whole blocks of 32 outputs, and not of 64
+        ("Qwen2", {"hidden_size": 128}),  # its heads share the hidden size
+        ("Qwen3", {}),
     ],
 )
-def test_decoding_says_what_prefill_says_of_the_same_tokens(start_server, tmp_path, family, changes, joined):
+def test_decoding_says_what_prefill_says_of_the_same_tokens(start_server, tmp_path, family, changes):
+    lines = PackedLinearMethod(torch.randn(64, 32).bfloat16()).lines
+    joined = 0 if changes.get("intermediate_size", 0) % lines.shape[1] else LAYERS
     model = save_random_model(tmp_path, family, dtype="bfloat16", **changes)
     server = start_server(model, "--dtype", "bfloat16", "--max-total-tokens", "4000")
     assert server.engine()["joined_layers"] == joined
     assert server.engine()["packed_weights"] > LAYERS
+    assert server.engine()["bfloat16_products"] and server.engine()["amx"] == has_amx()
     reply = server.client.post("/update_weights_from_disk", json={"model_path": str(model)})
     assert reply.status_code == 400 and "packed" in reply.json()["message"]
     answers = run(server, PROMPTS)

@@ -1,5 +1,6 @@
 """Products of few rows on packed weights and the halves of a decoder layer against PyTorch; layers together."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
 from fathom.kernels.decoder_layers_cpu import DecoderLayers, Reads
 from fathom.kernels.kv_pair import KvPair
-from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING, blocks_of, packed_linear
+from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING, WIDTHS, blocks_of, packed_linear, packed_rows
 from fathom.kernels.paged_attention_cpu import paged_attention, plan_packed
 from fathom.kernels.store_kv_cpu import store_kv
 from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
@@ -29,13 +30,18 @@ def random(*shape, scale=1.0):
     return (torch.randn(shape) * scale).bfloat16()
 
 
-def matrix(outputs, inputs):
-    """A weight, and its packed lines with what keeps them alive."""
+def lay_out(weight, width):
+    """[blocks * inputs / 2, width] int32, a weight in blocks of ``width`` outputs."""
+    outputs, inputs = weight.shape
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % width))
+    pairs = whole.view(-1, width, inputs // 2, 2).transpose(1, 2).contiguous()
+    return pairs.view(torch.int32).view(-1, width).numpy()
+
+
+def matrix(outputs, inputs, width):
+    """A weight, and its lines."""
     weight = random(outputs, inputs, scale=inputs**-0.5)
-    packed = pack(weight)
-    lines = blocks_of(packed, weight)
-    assert lines is not None, "oneDNN lays weights out as the kernels expect"
-    return weight, packed, lines
+    return weight, lay_out(weight, width)
 
 
 def as_bits(tensor):
@@ -45,9 +51,10 @@ def as_bits(tensor):
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (100, 96), (1000, 512), (320, 1088), (8, 64)])
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, FEW_ROWS])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_packed_product_is_rounded_once(outputs, inputs, rows, with_bias):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_packed_product_is_rounded_once(outputs, inputs, rows, with_bias, width):
     torch.manual_seed(0)
-    weight, _packed, lines = matrix(outputs, inputs)
+    weight, lines = matrix(outputs, inputs, width)
     x, bias = random(rows, inputs), random(outputs)
     got = packed_linear(x, lines, outputs, bias if with_bias else None)
     want = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
@@ -58,12 +65,27 @@ def test_a_packed_product_is_rounded_once(outputs, inputs, rows, with_bias):
         assert torch.equal(alone[0], got[r]), "a row does not depend on its company"
 
 
-def test_only_the_layout_that_the_kernel_reads_is_taken():
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 64), (100, 96), (1000, 512)])
+def test_onednn_lays_weights_out_as_the_kernels_read_them(outputs, inputs):
     torch.manual_seed(1)
-    weight, packed, _lines = matrix(256, 64)
-    for block in range(4):
+    weight = random(outputs, inputs)
+    packed = pack(weight)
+    lines = blocks_of(packed, weight)
+    assert lines is not None, "in another way on this processor: few rows are multiplied by oneDNN, slowly"
+    assert np.array_equal(lines, lay_out(weight, lines.shape[1]))
+    ids = torch.tensor([[outputs - 1, 0], [3, outputs // 2]])
+    assert torch.equal(packed_rows(ids, lines, outputs), weight[ids])
+
+
+def test_no_other_layout_is_taken():
+    torch.manual_seed(1)
+    weight = random(256, 64)
+    packed = pack(weight)
+    width = blocks_of(packed, weight).shape[1]
+    count = 256 // width
+    for block in (0, count // 3, count // 2, count - 1):
         other = weight.clone()
-        other[block * 64 + 5, 7] += 1
+        other[block * width + 5, 7] += 1
         assert blocks_of(packed, other) is None, f"block {block}"
     odd = random(64, 48)
     assert blocks_of(pack(odd), odd) is None, "lines are whole runs of pairs"
@@ -72,17 +94,17 @@ def test_only_the_layout_that_the_kernel_reads_is_taken():
 class Layer:
     """A decoder layer's parameters, its two halves, and the same in plain PyTorch."""
 
-    def __init__(self, heads, kv_heads, dim, rotary_dim, head_norms, bias):
+    def __init__(self, heads, kv_heads, dim, rotary_dim, head_norms, bias, width=WIDTHS[0]):
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         query, key = heads * dim, kv_heads * dim
         self.norms = [1 + random(HIDDEN, scale=0.2) for _ in range(2)]
         self.head_norms = [1 + random(dim, scale=0.2) for _ in range(2)] if head_norms else []
         self.bias = random(query + 2 * key) if bias else None
         shapes = ((query + 2 * key, HIDDEN), (HIDDEN, query), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-        self.matrices = [matrix(*shape) for shape in shapes]
+        self.matrices = [matrix(*shape, width) for shape in shapes]
         angles = torch.randn(POSITIONS, rotary_dim // 2)
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
-        projection, output, gate_up, down = (lines for _, _, lines in self.matrices)
+        projection, output, gate_up, down = (lines for _, lines in self.matrices)
         gains = map(as_bits, self.head_norms) if head_norms else (NOTHING, NOTHING)
         self.before = BeforeAttention(
             as_bits(self.norms[0]),
@@ -154,9 +176,10 @@ LAYERS = {
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, FEW_ROWS])
 @pytest.mark.parametrize("first", [False, True])
-def test_the_halves_of_a_layer_are_what_plain_pytorch_gives(kind, rows, first):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_halves_of_a_layer_are_what_plain_pytorch_gives(kind, rows, first, width):
     torch.manual_seed(rows)
-    layer = Layer(*LAYERS[kind])
+    layer = Layer(*LAYERS[kind], width)
     hidden, residual = random(rows, HIDDEN), None if first else random(rows, HIDDEN)
     positions = torch.randint(0, POSITIONS, (rows,))
     got = layer.before(positions, hidden, residual)
@@ -187,10 +210,10 @@ SLOTS, COMPACT = 300, 40
 class Model:
     """A few layers with their KV, and a step of them piece by piece."""
 
-    def __init__(self, kind, count=3):
+    def __init__(self, kind, count=3, width=WIDTHS[0]):
         heads, kv_heads, dim, *_ = LAYERS[kind]
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        self.layers = [Layer(*LAYERS[kind]) for _ in range(count)]
+        self.layers = [Layer(*LAYERS[kind], width) for _ in range(count)]
         # A model's layers share the table of angles.
         for layer in self.layers:
             layer.cos_sin = self.layers[0].cos_sin
@@ -262,9 +285,10 @@ def part(reads, which):
 
 @pytest.mark.parametrize("kind", ["llama", "head_norms", "half_turned"])
 @pytest.mark.parametrize("rows", [1, 3, 9, FEW_ROWS])
-def test_layers_together_are_the_same_layers_to_the_bit(kind, rows):
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layers_together_are_the_same_layers_to_the_bit(kind, rows, width):
     torch.manual_seed(rows)
-    model = Model(kind)
+    model = Model(kind, width=width)
     positions, hidden = torch.randint(0, POSITIONS, (rows,)), random(rows, HIDDEN)
     before = model.copies()
     (packed, plain), (two_segments, two) = steps(model, rows)
@@ -316,3 +340,9 @@ def test_what_layers_together_refuse():
     halves = [(layer.before, layer.after) for layer in (model.layers[0], wider)]
     with pytest.raises(ValueError, match="2 forms"):
         DecoderLayers(halves, model.heads, model.kv_heads, model.scale)
+    _, down = matrix(HIDDEN, INNER, WIDTHS[1])
+    before, after = halves[0]
+    with pytest.raises(ValueError, match="blocks of \\[32, 64\\] outputs"):
+        DecoderLayers(
+            [(before, dataclasses.replace(after, down=down))], model.heads, model.kv_heads, model.scale
+        )

@@ -40,5 +40,6 @@ def growth(*names):
 
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN has no bfloat16 products for this processor")
 def test_new_lengths_take_memory_only_until_the_caches_are_full():
-    assert growth() > 100
-    assert growth(*ONEDNN_CACHES) < 50
+    without = growth()
+    assert without > 100
+    assert growth(*ONEDNN_CACHES) < without / 3  # memory in pieces; with AMX each product takes more
