@@ -359,13 +359,6 @@ LEDGER: tuple[Seam, ...] = (
         "allocation without Triton",
         "seq_lens seq_lens_cpu last_loc",
     ),
-    relies_on(
-        SCHEDULER,
-        "mem_cache.allocator.paged:alloc_extend_naive",
-        "call",
-        "SGLang's own allocation in PyTorch",
-        "prefix_lens seq_lens last_loc free_pages out_indices page_size device",
-    ),
     *(
         relies_on(SCHEDULER, f"platforms.interface:SRTPlatform.{method}", "override", why, "")
         for method, why in (

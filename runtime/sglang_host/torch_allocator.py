@@ -1,14 +1,18 @@
 """Paged KV-slot allocation without Triton: on a CPU, and of virtual slots on any device."""
 
+import numpy as np
 import torch
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
-from sglang.srt.utils import get_num_new_pages
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from fathom.runtime.staging import send
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
-    """SGLang's paged allocator with SGLang's own PyTorch allocation in place of its two Triton kernels.
+    """SGLang's paged allocator without its two Triton kernels.
 
-    A slot is ``page * page_size + offset``. Page 0 is SGLang's dummy page and never handed out.
+    A slot is ``page * page_size + offset``. Page 0 is SGLang's dummy page and never handed out. Which token comes
+    to lie where follows from lengths, which the host knows: the device looks up what it alone knows, the slots of
+    last tokens and the ids of free pages.
     """
 
     free_pages: torch.Tensor
@@ -46,31 +50,50 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
 
         Args:
             prefix_lens, seq_lens: [batch] int64, tokens already held and tokens afterwards.
-            last_loc: [batch] int64, slot of the last token held, -1 for none.
+            last_loc: [batch] integers, slot of the last token held, -1 for none.
             extend_num_tokens: sum of ``seq_lens - prefix_lens``.
 
         Returns:
             [extend_num_tokens] int64 slots, or None when the pool has too few free pages.
         """
-        if num_new_pages is None:
-            num_new_pages = get_num_new_pages(
-                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
-            )
-        if num_new_pages > len(self.free_pages):
-            self.merge_and_sort_free()
-        if num_new_pages > len(self.free_pages):
-            return None
-        slots = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
-        alloc_extend_naive(
-            prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device
-        )
-        self.free_pages = self.free_pages[num_new_pages:]
-        return slots
+        return self.slots_behind(prefix_lens_cpu.cpu().numpy(), seq_lens_cpu.cpu().numpy(), last_loc)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         """One slot per request, for the token at position ``seq_lens[i] - 1``; arguments as alloc_extend."""
-        return self.alloc_extend(
-            seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens)
+        after = seq_lens_cpu.cpu().numpy()
+        if ((after - 1) % self.page_size).all():
+            return last_loc.long() + 1
+        return self.slots_behind(after - 1, after, last_loc)
+
+    def slots_behind(
+        self, before: np.ndarray, after: np.ndarray, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Slots for the tokens ``before[i] .. after[i] - 1``, as alloc_extend has them."""
+        size, counts = self.page_size, after - before
+        held = -(-before // size)
+        fresh = -(-after // size) - held
+        free = self._take(int(fresh.sum()))
+        if free is None:
+            return None
+        owner = np.repeat(np.arange(len(counts)), counts)
+        position = np.arange(len(owner)) + (before - np.cumsum(counts) + counts)[owner]
+        page, offset = np.divmod(position, size)
+        inside = page < held[owner]  # a page that the request has
+        first = len(counts) + np.cumsum(fresh) - fresh - held
+        told = (
+            np.where(inside, owner, first[owner] + page),
+            np.where(inside, position - before[owner] + 1, offset),
         )
+        source, further = send(np.stack(told), self.device)
+        return torch.cat([last_loc.long(), free * size])[source] + further
+
+    def _take(self, pages: int) -> torch.Tensor | None:
+        """[pages] int64 from the front of the free ones; None where there are too few."""
+        if pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        if pages > len(self.free_pages):
+            return None
+        taken, self.free_pages = self.free_pages[:pages], self.free_pages[pages:]
+        return taken

@@ -3,7 +3,8 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
 
@@ -43,6 +44,48 @@ def test_growing_requests_hold_disjoint_pages(page_size, growth):
     for h in held:
         pool.free(torch.tensor(h, dtype=torch.int64))
     assert pool.available_size() == PAGES * page_size
+
+
+@given(
+    page_size=st.sampled_from([1, 4, 16]),
+    requests=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8),
+    decodes=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_slots_are_sglangs_own(page_size, requests, decodes):
+    """What SGLang works out on the device, operation by operation."""
+    pool = allocator(PAGES, page_size)
+    before, new = (torch.tensor(column) for column in zip(*requests, strict=True))
+    new = torch.ones_like(new) if decodes else new
+    after = before + new
+    # Any slots do that end where the lengths say.
+    last = torch.where(before > 0, page_size * (500 + torch.arange(len(new))) + (before - 1) % page_size, -1)
+    expected = torch.empty(int(new.sum()), dtype=torch.int64)
+    alloc_extend_naive(before, after, last, pool.free_pages, expected, page_size, "cpu")
+    if decodes:
+        slots = pool.alloc_decode(after, after, last.int())
+    else:
+        slots = pool.alloc_extend(before, before, after, after, last.int(), len(expected))
+    assert slots.dtype == torch.int64 and torch.equal(slots, expected)
+
+
+class Counted(TorchDispatchMode):
+    """How many operations of PyTorch's run within it: on a GPU each is some microseconds of the host's."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_decode_step_takes_its_slots_in_few_operations():
+    """However many requests there are, and whether some of them need a page."""
+    for lengths in ([7], [8], [9], list(range(1, 200))):
+        pool, after = allocator(PAGES, 8), torch.tensor(lengths) + 1
+        with Counted() as work:
+            assert len(pool.alloc_decode(after, after, torch.tensor(lengths) + 800)) == len(lengths)
+        assert work.count <= 15
 
 
 class Rewritten(TorchPagedAllocator):
