@@ -1,6 +1,7 @@
 """How many tokens to draft next for one request, from what the target made of the draft so far."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 EXPECTED = 0.8
 """The acceptance that a request begins with; one token's worth of evidence."""
@@ -12,8 +13,8 @@ FIRST_REST = 16
 LONGEST_REST = 64
 
 
-def speedup(acceptance: float, width: int, cost: float) -> float:
-    """Tokens in a target step's time when ``width`` tokens are drafted per step.
+def speedups(acceptance: float, most: int, cost: float) -> list[float]:
+    """Tokens in a target step's time when 0 .. ``most`` tokens are drafted per step.
 
     Source: Leviathan et al., 2023, "Fast inference from transformers via speculative decoding", Theorem 3.8.
 
@@ -21,7 +22,8 @@ def speedup(acceptance: float, width: int, cost: float) -> float:
         acceptance: probability in [0, 1] that a drafted token stands, given that those before it do.
         cost: time of a draft step as a share of a target step's.
     """
-    return sum(acceptance**i for i in range(width + 1)) / (1 + width * cost)
+    tokens = accumulate(acceptance**i for i in range(most + 1))
+    return [each / (1 + width * cost) for width, each in enumerate(tokens)]
 
 
 @dataclass
@@ -88,18 +90,18 @@ class Pace:
 
     def width(self) -> int:
         """Tokens to draft in the next step."""
-        self._settle(LONGEST_REST if self._doubtful and not self._began else FIRST_REST)
-        return 0 if self._rest else self._best()
+        if self._rest:
+            return 0
+        best = self._best()
+        if best == 0:
+            self._rest = LONGEST_REST if self._doubtful and not self._began else FIRST_REST
+        return best
 
     def _best(self) -> int:
         # Where a wider draft gains nothing, the narrower one.
-        widths = range(0 if self._began or self._doubtful else 1, self.most + 1)
-        return max(widths, key=lambda width: (speedup(self.own.acceptance, width, self.cost), -width))
-
-    def _settle(self, rest: int) -> None:
-        """Rest for so long, unless it does already or drafting pays."""
-        if not self._rest and self._best() == 0:
-            self._rest = rest
+        least = 0 if self._began or self._doubtful else 1
+        found = speedups(self.own.acceptance, self.most, self.cost)
+        return max(range(least, self.most + 1), key=found.__getitem__)
 
     def record(self, proposed: int, accepted: int) -> None:
         """What became of a draft: the tokens that stood, and the first that did not."""
@@ -113,5 +115,5 @@ class Pace:
         for evidence in (self.own, self.shared):
             evidence.add(stood, tried)
         rest, self._rest = self._rest, 0
-        if rest:
-            self._settle(min(2 * rest, LONGEST_REST))
+        if rest and self._best() == 0:
+            self._rest = min(2 * rest, LONGEST_REST)

@@ -26,6 +26,11 @@ class SlotLists:
         lengths = np.array([len(part) for part in parts], np.int64)
         self.first, self.total = np.cumsum(lengths) - lengths, int(lengths.sum())
 
+    @cached_property
+    def host(self) -> list[np.ndarray]:
+        """:attr:`parts` on the host; backends for a device do not ask."""
+        return [part.cpu().numpy() for part in self.parts]
+
 
 class ListView(SpanView):
     """Each segment reads the beginning of a list. On a device nobody asks for the slots themselves."""
@@ -67,4 +72,4 @@ class ListView(SpanView):
         """Slots of all segments from an entry of each on; backends for a device do not ask."""
         ends = np.diff(self.entry).tolist()
         own = zip(self.which.tolist(), begin.tolist(), ends, strict=True)
-        return np.concatenate([self.lists.parts[i][first:end].cpu().numpy() for i, first, end in own])
+        return np.concatenate([self.lists.host[i][first:end] for i, first, end in own])

@@ -100,10 +100,11 @@ class DraftSide:
 
     def state(self, request: Req) -> DraftState:
         """The request's state, made at first sight."""
-        if request not in self.states:
+        state = self.states.get(request)
+        if state is None:
             most = requests.policy_of(request).get("draft_tokens", 0)
-            self.states[request] = DraftState(Pace(max(most, 1), self.cost, self.evidence))
-        return self.states[request]
+            state = self.states[request] = DraftState(Pace(max(most, 1), self.cost, self.evidence))
+        return state
 
     def slots(self, request: Req, end: int) -> torch.Tensor:
         """[end] int32 virtual slots of a request's first tokens: a part of the table."""

@@ -230,21 +230,29 @@ class SampledRows:
         given = self._sent(padded), self._sent(self.counts - 1)
         if chosen := self._which(lambda sampler: sampler.chooses):
             choices = self._padded(self._choices(logits, positions), self.counts, most + 1)
-            choices = choices[self._sent(chosen)]
-            tokens, counts = (each[self._sent(chosen)] for each in given)
+            choices, tokens, counts = self._of(chosen, choices, *given)
             stand = torch.cat([match(choices, tokens, counts).view(-1, 1), choices], 1)
-            answers[self._sent(chosen), : most + 2] = stand
+            answers[self._places(chosen), : most + 2] = stand
         if drawn := self._which(lambda sampler: not sampler.chooses):
-            tokens, counts = (each[self._sent(drawn)] for each in given)
+            tokens, counts = self._of(drawn, *given)
             target = self._padded(self._probs(logits, drawn), self.counts[drawn], most + 1)
             draft = self._drafts(target[:, :most], [drafted[i] for i in drawn], [proposed[i] for i in drawn])
             accepted, following = (each.view(-1, 1) for each in reject(target, draft, tokens, counts))
             put_out = torch.cat([tokens, following], 1).scatter(1, accepted, following)
-            answers[self._sent(drawn), : most + 2] = torch.cat([accepted, put_out], 1)
+            answers[self._places(drawn), : most + 2] = torch.cat([accepted, put_out], 1)
         return answers
 
     def _which(self, asked: Callable[[RowSampler], bool]) -> list[int]:
         return [place for place, sampler in enumerate(self.samplers) if asked(sampler)]
+
+    def _places(self, which: Sequence[int]) -> Any:
+        """What indexes some requests; nothing is sent where it is all of them."""
+        return slice(None) if len(which) == len(self.samplers) else self._sent(which)
+
+    def _of(self, which: Sequence[int], *values: torch.Tensor) -> list[torch.Tensor]:
+        """Of values [requests, ...] those of some requests."""
+        places = self._places(which)
+        return [each[places] for each in values]
 
     def _sent(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
         return send(np.asarray(numbers, np.int64), self.device)

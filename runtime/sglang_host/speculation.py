@@ -276,7 +276,7 @@ def settle(
     Returns:
         The runs by place in the batch.
     """
-    extra = torch.zeros_like(batch.seq_lens_cpu)
+    extra = np.zeros(len(batch.seq_lens_cpu), np.int64)
     prepared, answers = _judged(proposals, logits)
     kept, stand = [], []
     for proposal, (stood, *tokens) in zip(proposals, answers.tolist(), strict=True):
@@ -300,8 +300,9 @@ def settle(
     numbers = fetched([x for sampler, each, tokens in asked for x in sampler.asked_of(each, tokens)])
     runs = {p.index: p.sampler.run(tokens, numbers) for p, tokens in zip(proposals, stand, strict=True)}
     tails.settle([proposal.tail for proposal in proposals], kept)
-    batch.seq_lens_cpu = batch.seq_lens_cpu + extra
-    lengthen(batch, extra)
+    longer = torch.from_numpy(extra)
+    batch.seq_lens_cpu = batch.seq_lens_cpu + longer
+    lengthen(batch, longer)
     batch.seq_lens_sum = None
     return runs
 

@@ -66,27 +66,27 @@ class Tails:
         counts = [tail.count for tail in tails]
         known = np.split(slots.cpu().numpy(), np.cumsum(counts)[:-1])
         filled = [replace(tail, slots=own) for tail, own in zip(tails, known, strict=True)]
-        growth = []
-        for tail, own in zip(filled, slots.split(counts), strict=True):
-            if tail.count:
-                row, end = tail.request.kv.req_pool_idx, tail.begin + tail.count
-                self.rows[row, tail.begin : end] = own.to(self.rows.dtype)
-                fresh = tail.slots[tail.slots % size == 0] // size
-                growth.append(Growth(row, tail.begin, end, fresh))
-        self.allocator.memory.grow(growth)
+        rows = [tail.request.kv.req_pool_idx for tail in tails]
+        positions = [np.arange(tail.begin, tail.begin + tail.count) for tail in tails]
+        told = np.stack([np.repeat(rows, counts), np.concatenate(positions)])
+        row, position = send(told, self.rows.device)
+        self.rows[row, position] = slots.to(self.rows.dtype)
+        self.allocator.memory.grow(
+            [
+                Growth(row, tail.begin, tail.begin + tail.count, tail.slots[tail.slots % size == 0] // size)
+                for row, tail in zip(rows, filled, strict=True)
+                if tail.count
+            ]
+        )
         return filled
 
     def _slots(self, tails: Sequence[Tail]) -> torch.Tensor | None:
-        begins, counts = (
-            torch.tensor([getattr(tail, name) for tail in tails]) for name in ("begin", "count")
-        )
-        total, there = int(counts.sum()), self.rows.device
         if self.allocator.page_size == 1:
-            return self.allocator.alloc(total)
-        rows = send(torch.tensor([tail.request.kv.req_pool_idx for tail in tails]), there)
-        held, ends = send(begins, there), send(begins + counts, there)
-        last = self.rows[rows, held - 1].long()
-        return self.allocator.alloc_extend(held, begins, ends, begins + counts, last, total)
+            return self.allocator.alloc(sum(tail.count for tail in tails))
+        rows = [tail.request.kv.req_pool_idx for tail in tails]
+        begins, counts = (np.array([getattr(tail, name) for tail in tails]) for name in ("begin", "count"))
+        row, last = send(np.stack([rows, begins - 1]), self.rows.device)
+        return self.allocator.slots_behind(begins, begins + counts, self.rows[row, last])
 
     def settle(self, tails: Sequence[Tail], kept: Sequence[int]) -> None:
         """The first tokens of each are the request's own from now on; the room of the others is given back."""
@@ -97,13 +97,15 @@ class Tails:
 
     def shrink(self, tails: Sequence[Tail], kept: Sequence[int]) -> list[Tail]:
         """Give back the room of all but the first tokens of each. Nothing waits for the device."""
-        memory, size, unused = self.allocator.memory, self.allocator.page_size, []
+        memory, size, unused, left = self.allocator.memory, self.allocator.page_size, [], []
         for tail, count in zip(tails, kept, strict=True):
-            memory.shrink(tail.request.kv.req_pool_idx, tail.count - count)
-            first = pages_of(tail.begin + count, size) * size - tail.begin
-            unused.append(tail.slots[first::size] // size)
-        self.allocator.free_known(np.concatenate([np.zeros(0, np.int64), *unused]))
-        return [
-            replace(tail, count=count, slots=tail.slots[:count])
-            for tail, count in zip(tails, kept, strict=True)
-        ]
+            if count < tail.count:
+                memory.shrink(tail.request.kv.req_pool_idx, tail.count - count)
+                first = pages_of(tail.begin + count, size) * size - tail.begin
+                unused.append(tail.slots[first::size] // size)
+                left.append(replace(tail, count=count, slots=tail.slots[:count]))
+            else:
+                left.append(tail)
+        if unused:
+            self.allocator.free_known(np.concatenate(unused))
+        return left
