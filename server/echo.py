@@ -11,7 +11,7 @@ from fathom.server.errors import clean, in_names_of
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 KEY = "fathom"
-_BREAK = re.compile(rb"\r?\n\r?\n")
+_BREAK = re.compile(rb"\n\r?\n")  # behind "\r" or not; one that begins with "\r?" is tried at every byte
 _FINISHED = re.compile(rb'"finish_reason": ?[^n ]')  # quotes inside text are escaped: only a key matches
 _LAST_EVENTS = {
     MESSAGES: re.compile(rb"\A\s*event: ?message_(delta|stop)\b"),
