@@ -38,14 +38,15 @@ def search(pattern: str, text: str) -> Any:
 def check_str_based_finish(self: Req, new_accepted_len: int = 1) -> bool:
     """SGLang's look for what ends an answer; a pattern that takes too long ends its own request."""
     global _deadline
+    if not self.sampling_params.stop_regex_strs:
+        return _check_str_based_finish(self, new_accepted_len)
     _deadline = time.monotonic() + LIMIT_SECONDS
     in_time, ended = True, True
     try:
         ended = _check_str_based_finish(self, new_accepted_len)
     except TimeoutError:
         in_time = False
-    if self.sampling_params.stop_regex_strs:
-        in_time = bool(devices.least(in_time))
+    in_time = bool(devices.least(in_time))
     if not in_time:
         self.finished_reason = FINISH_ABORT(TOO_SLOW, HTTPStatus.BAD_REQUEST, "BadRequestError")
         self.finished_len = None  # of a match that another process had no time to find

@@ -38,11 +38,11 @@ def copy_to_cpu(self: GenerationBatchResult, *args: Any, **kwargs: Any) -> None:
 def end(batch: ScheduleBatch, output: Any) -> None:
     """End the requests of a step, whose result is on the host, that have marked rows; nobody finds their KV."""
     marks = getattr(output, MARKS, None)
-    if marks is None or len(marks) != len(batch.reqs):
+    if marks is None or len(marks) != len(batch.reqs) or not any(marked := marks.tolist()):
         return
-    for request, marked in zip(batch.reqs, marks.tolist(), strict=True):
+    for request, is_marked in zip(batch.reqs, marked, strict=True):
         over = request.finished() or request.is_retracted or request.inflight_middle_chunks > 0
-        if marked and not over and request.beam_group is None:
+        if is_marked and not over and request.beam_group is None:
             logger.error("request %r: %s", request.rid[:80], REASON)
             request.to_finish = FINISH_ABORT(REASON, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
             request.skip_radix_cache_insert = True
