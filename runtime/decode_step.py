@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 AS_SERVED = Reading()
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One request of a decode step.
 
     Attributes:
@@ -49,8 +48,7 @@ class Entry:
     ahead: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step was for one row.
 
     Attributes:
@@ -89,12 +87,10 @@ class Planned:
     """A step on page tables of some lengths, on the host.
 
     Attributes:
-        ranges: of every query row its request's table and the entries that it reads there, ``begin .. end - 1``.
         longest: entries of the longest table; width: of the evidence.
     """
 
     step: SfiStep
-    ranges: list[tuple[int, int, int]]
     longest: int
     width: int
     _there: SfiStep | None = None
@@ -182,7 +178,7 @@ class Step:
         self.spans: dict[int, SpanStep] = {}
         self.planned: dict[int, Planned] = {}  # by span
         # Spans whose tables are as long and as packed as another's share its plan.
-        self.plans: dict[tuple[int, ...], Planned] = {}
+        self.plans: dict[bytes, Planned] = {}
         self.kinds: set[bool] = set() if like is None else like.kinds
         self.seconds = 0.0
 
@@ -235,7 +231,7 @@ class Step:
         lengths = np.diff(view.entry)[self.segments]
         held = state.held[span, self.rows]
         rows = np.arange(len(self)) if there is None else there.first[self.segments]
-        key = (*lengths.tolist(), *held.tolist(), *rows.tolist())
+        key = b"".join(each.tobytes() for each in (lengths, held, rows))
         if key not in self.plans:
             self.plans[key] = self._plan_tables(rows, lengths, held)
         self.planned[span] = self.plans[key]
@@ -246,7 +242,7 @@ class Step:
         # What the descriptor does not name is never read, and a long table not even touched.
         table = np.empty((len(self), planned.longest), np.int32)
         segments = np.arange(len(view.entry) - 1)[self.segments].tolist()
-        for line, begin, end in planned.ranges:
+        for line, begin, end, *_ in planned.step.plan.packed.tolist():
             table[line, begin:end] = view.part(segments[line], begin, end)
         return send(table, self.state.shape.device)
 
@@ -271,9 +267,8 @@ class Step:
             state.config,
             Reads(recent, selected, np.where(self.alternates[owner], seed, -1), self.lengths[owner]),
         )
-        ranges = [(line, begin, end) for line, begin, end, *_ in step.plan.packed.tolist()]
         width = state.wide(int(lengths[self.choosing].max(initial=1)))
-        return Planned(step, ranges, int(lengths.max()), width)
+        return Planned(step, int(lengths.max()), width)
 
     def _refresh(
         self,

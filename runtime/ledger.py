@@ -6,9 +6,9 @@ crash in any stage cannot leak one.
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fathom.runtime.decode_step import Later, Outcome
 
@@ -17,7 +17,7 @@ from fathom.runtime.decode_step import Later, Outcome
 class Account:
     """Counters of one request; tokens unless said otherwise."""
 
-    policy: dict[str, Any] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
     decode_steps: int = 0
     decode_seconds: float = 0.0  # of the engine's steps that only decoded, whatever the batch
@@ -65,16 +65,14 @@ class Account:
         self.retained_tokens = round(sum(kept) / len(kept))
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """KV of one request in bytes, on all devices: what it holds, and what its tokens would hold at all depths."""
 
     bytes: int
     dense: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one step is for one request, if the request still stands when the step's result is there.
 
     Attributes:
@@ -141,7 +139,7 @@ class RequestLedger:
         open_accounts = (request for request, account in self._accounts.items() if not account.reported)
         return sum(not request.finished() for request in open_accounts)
 
-    def open(self, request: Any, policy: dict[str, Any]) -> Account:
+    def open(self, request: Any, policy: Mapping[str, Any]) -> Account:
         """The request's account, opened at first sight."""
         account = self._accounts.get(request)
         if account is None:

@@ -4,9 +4,9 @@ Everything here happens while the scheduler composes a batch, never inside a for
 tables.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,8 +19,7 @@ Private: TypeAlias = list[tuple[Tables, int, int]]
 """Of a request's private spans that grow: the tables, the span, its new entries."""
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """What one engine step adds to one request.
 
     Attributes:
@@ -157,9 +156,15 @@ class KvMemory:
         self.retained.truncate(row, span, self.retained.length(row, span) - spare)
         self._kept[row][span] = kept
 
-    def shared_spans(self, rows: Iterable[int]) -> int:
+    def shared_spans(self, rows: Sequence[int]) -> int:
         """Up to which span all of these rows are read through the shared map alone."""
-        return min((min([self.tables.first_private(row), *self.pending(row)]) for row in rows), default=0)
+        if self.any_pending(rows):
+            return min(min([self.tables.first_private(row), *self.pending(row)]) for row in rows)
+        return min(self.tables.firsts(rows), default=0)
+
+    def any_pending(self, rows: Sequence[int]) -> bool:
+        """Whether some of these rows have a pending span."""
+        return bool(self._kept) and any(row in self._kept for row in rows)
 
     def after(self, row: int, span: int) -> int:
         """Generated tokens that a pending span has room for; 0 in any other span."""
@@ -191,6 +196,16 @@ class KvMemory:
         """A settled row keeps others from evicting the shared KV of its first tokens."""
         self._leaning[row] = self.owners[row].plan.shared_spans * pages_of(tokens, self.page_size)
 
+    def all_held(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """:meth:`held` of each row."""
+        size, spans = self.page_size, self.spans
+        return [
+            spans * pages_of(length, size)
+            if depth == spans and row not in self._kept and row not in self._leaning
+            else self.held(row, length)
+            for row, length, depth in zip(rows, lengths, self.tables.firsts(rows), strict=True)
+        ]
+
     def held(self, row: int, length: int) -> int:
         """Physical pages of a row with ``length`` tokens, its part of the prefix cache included."""
         pages = self.tables.page_count(row) + self._leaning.get(row, 0)
@@ -201,13 +216,21 @@ class KvMemory:
 
     def need(self, growth: Sequence[Growth]) -> int:
         """Physical pages that :meth:`grow` would take."""
-        return self._need(growth, [self._private(step) for step in growth])
+        depths, shared = self.tables.firsts([step.row for step in growth]), map(self._shared, growth)
+        return self._need(growth, depths, list(shared), [self._private(step) for step in growth])
 
-    def _need(self, growth: Sequence[Growth], private: Sequence[Private]) -> int:
+    @staticmethod
+    def _need(
+        growth: Sequence[Growth],
+        depths: Sequence[int],
+        shared: Sequence[np.ndarray],
+        private: Sequence[Private],
+    ) -> int:
         total = 0
-        for step, grows in zip(growth, private, strict=True):
-            total += self.tables.first_private(step.row) * len(self._shared(step))
-            total += sum(tables.need(step.row, span, count) for tables, span, count in grows)
+        for step, depth, virtual, grows in zip(growth, depths, shared, private, strict=True):
+            total += depth * len(virtual)
+            for tables, span, count in grows:
+                total += tables.need(step.row, span, count)
         return total
 
     def grow(self, growth: Sequence[Growth]) -> None:
@@ -216,15 +239,16 @@ class KvMemory:
         Raises:
             OutOfPages: nothing is changed then.
         """
+        depths, shared = self.tables.firsts([step.row for step in growth]), list(map(self._shared, growth))
         private = [self._private(step) for step in growth]
-        needed = self._need(growth, private)
+        needed = self._need(growth, depths, shared, private)
         if needed > self.pool.free:
             raise OutOfPages(f"{needed} KV pages needed, {self.pool.free} of {self.pool.total} free")
         by_depth: dict[int, list[np.ndarray]] = {}
-        for step in growth:
-            by_depth.setdefault(self.tables.first_private(step.row), []).append(self._shared(step))
-        for depth, virtual in by_depth.items():
-            self.shared.back(np.concatenate(virtual), depth)
+        for depth, virtual in zip(depths, shared, strict=True):
+            by_depth.setdefault(depth, []).append(virtual)
+        for depth, together in by_depth.items():
+            self.shared.back(np.concatenate(together), depth)
         by_span: dict[tuple[Tables, int], list[tuple[int, int]]] = {}
         for step, grows in zip(growth, private, strict=True):
             for tables, span, count in grows:
@@ -241,7 +265,7 @@ class KvMemory:
 
     def _private(self, step: Growth) -> Private:
         row = step.row
-        if row not in self.owners:
+        if not self.tables.of(row) and row not in self.retained:
             return []
         owner = self.owners[row]
         pending = self.retained.lengths(row) if row in self.retained else {}

@@ -97,6 +97,10 @@ class Tables:
         """The first private span of a row; ``spans`` where there is none, as for a row that was never opened."""
         return self._first.get(row, self.spans)
 
+    def firsts(self, rows: Sequence[int]) -> list[int]:
+        """:meth:`first_private` of each row."""
+        return [self._first.get(row, self.spans) for row in rows]
+
     def of(self, row: int) -> dict[int, Table]:
         """The tables of a row by span; none for one that is not open."""
         return self._rows.get(row, {})
@@ -183,7 +187,8 @@ class Tables:
 
     def page_count(self, row: int) -> int:
         """How many pages all tables of a row have."""
-        return sum(len(table.pages) for table in self._rows.get(row, {}).values())
+        tables = self._rows.get(row)
+        return sum(len(table.pages) for table in tables.values()) if tables else 0
 
     def pages_per_span(self) -> np.ndarray:
         """[spans] int64 pages of all rows."""

@@ -193,7 +193,7 @@ class Views(dict[int, SpanView]):
         self.memory, self.batch = memory, batch
         rows = batch.rows.tolist()
         self._shared_spans = 0 if batch.again.any() else memory.shared_spans(rows)
-        whole = not (batch.again.any() or batch.ghost.any() or any(memory.pending(row) for row in rows))
+        whole = not (batch.again.any() or batch.ghost.any() or memory.any_pending(rows))
         self._plain = whole and len(rows) > 0 and bool(batch.new.all())
 
     def __missing__(self, span: int) -> SpanView:

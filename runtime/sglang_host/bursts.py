@@ -61,7 +61,8 @@ def update_finish_state(self: Req, new_accepted_len: int = 1) -> None:
     Strings that end the answer are looked for token by token: of several in one burst, SGLang would take the one
     that was named first, and not the one that comes first.
     """
-    count, sampling = max(new_accepted_len, _NEW_TOKENS.pop(self, 1)), self.sampling_params
+    first = _NEW_TOKENS.pop(self, 1) if _NEW_TOKENS else 1
+    count, sampling = max(new_accepted_len, first), self.sampling_params
     if count == 1 or not (sampling.stop_strs or sampling.stop_regex_strs):
         _update_finish_state(self, count)
         return

@@ -48,8 +48,7 @@ class Continuous:
         """Room for the tokens of further steps, the same behind each request; none where one step is all."""
         if not batch.forward_mode.is_decode() or not self.takes(batch.reqs):
             return []
-        memory = self.tails.allocator.memory
-        if any(map(memory.pending, batch.req_pool_indices_cpu.tolist())):
+        if self.tails.allocator.memory.any_pending(batch.req_pool_indices_cpu.tolist()):
             return []
         lengths = [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
         if lengths != batch.seq_lens_cpu.tolist():  # a last token is not known yet

@@ -4,7 +4,7 @@ SGLang's scheduler, request table and prefix cache know virtual slots only. Ther
 fit, because a shallow token takes less memory; what can really be had is counted in physical pages.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import get_spec
 
 from fathom.runtime.kv.audit import Audit, audit
 from fathom.runtime.kv.memory import KvMemory
-from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.requests import plan_of
@@ -65,9 +64,10 @@ class DepthAllocator(TorchPagedAllocator):
         """The request's prefill plan on this model."""
         return plan_of(request, self.layers, self.span)
 
-    def held_pages(self, request: Req) -> int:
-        """Physical pages of a running request, its cached prefix included."""
-        return self.memory.held(request.kv.req_pool_idx, request.kv.kv_allocated_len)
+    def held_pages(self, requests: Sequence[Req]) -> list[int]:
+        """Physical pages of each running request, its cached prefix included."""
+        rows = [request.kv.req_pool_idx for request in requests]
+        return self.memory.all_held(rows, [request.kv.kv_allocated_len for request in requests])
 
     def uncover(self, slots: torch.Tensor) -> None:
         """Free what stands behind the virtual pages of these slots; the pages themselves keep their owner."""
@@ -118,8 +118,10 @@ class DepthAllocator(TorchPagedAllocator):
         spec_algorithm: Any = None,
     ) -> bool:
         """Whether the next decode step fits, cached prefixes evicted; SGLang retracts requests until it does."""
-        rows = [(request.kv.req_pool_idx, request.kv.kv_allocated_len) for request in requests or ()]
-        pages = self.decode_pages(rows) + sum(self._beam_pages(request) for request in requests or ())
+        requests = requests or ()
+        rows = [request.kv.req_pool_idx for request in requests]
+        lengths = [request.kv.kv_allocated_len for request in requests]
+        pages = self.decode_pages(rows, lengths) + sum(map(self._beam_pages, requests))
         if not self.make_room(tree_cache, pages):
             return False
         with self.physical_pages_seen_to():
@@ -132,15 +134,17 @@ class DepthAllocator(TorchPagedAllocator):
         group = request.beam_group
         return 0 if group is None else (group.beam_width - 1) * self.memory.spans
 
-    def decode_pages(self, rows: Iterable[tuple[int, int]], tokens: int = 1) -> int:
-        """Physical pages that ``tokens`` more tokens of each (row, length) take."""
-        memory, size = self.memory, self.page_size
-        pages = 0
-        for row, length in rows:
-            shared = pages_of(length + tokens, size) - pages_of(length, size)
-            pages += shared * memory.tables.first_private(row)
-            pages += memory.tables.need_all(row, tokens)
-        return pages
+    def decode_pages(self, rows: Sequence[int], lengths: Sequence[int], tokens: int = 1) -> int:
+        """Physical pages that ``tokens`` more tokens of each row take."""
+        tables, size = self.memory.tables, self.page_size
+        depths = tables.firsts(rows)
+        if size == 1:
+            shared = tokens * sum(depths)
+        else:
+            held = np.array(lengths, np.int64)
+            shared = int((-(-(held + tokens) // size) + -held // size) @ np.array(depths, np.int64))
+        private = [row for row, depth in zip(rows, depths, strict=True) if depth < tables.spans]
+        return shared + sum(tables.need_all(row, tokens) for row in private)
 
     # --- frees ---
 

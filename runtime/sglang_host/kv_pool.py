@@ -1,6 +1,7 @@
 """SGLang's KV pool with depth pages: the layers of all spans live in the buffers of one span."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class DepthKvPool(MHATokenToKVPool):
         span = self.span
         return sum(k.nbytes for k in self.k_buffer[:span]), sum(v.nbytes for v in self.v_buffer[:span])
 
-    @property
+    @cached_property
     def bytes_per_page(self) -> int:
         """Bytes of one depth page: page_size tokens x one span, keys and values."""
         return sum(self.get_kv_size_bytes()) // (self.size + self.page_size) * self.page_size

@@ -4,8 +4,9 @@ All of it runs while a batch is composed; a forward only reads the tables.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,18 @@ _alloc_for_decode = allocation.alloc_for_decode
 _compute_max_prefix_len = Req._compute_max_prefix_len
 
 
-def _new_pages(slots: np.ndarray, page_size: int) -> np.ndarray:
-    """Virtual pages that begin among these slots: a page's first slot is handed out with the page."""
-    return slots[slots % page_size == 0] // page_size
+def _new_pages(slots: np.ndarray, counts: Sequence[int], page_size: int) -> list[np.ndarray]:
+    """Of each request the virtual pages that begin among its slots: the first slot is handed out with the page.
+
+    Args:
+        slots: of all requests, one after the other; counts: of each.
+    """
+    bounds = list(accumulate(counts, initial=0))
+    if page_size > 1:
+        first = slots % page_size == 0
+        slots = slots[first] // page_size
+        bounds = np.concatenate([[0], np.cumsum(first)])[bounds].tolist()
+    return [slots[begin:end] for begin, end in pairwise(bounds)]
 
 
 def alloc_for_extend(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,14 +59,12 @@ def alloc_for_extend(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     _require(allocator, batch.tree_cache, needed, "Prefill")
     with allocator.physical_pages_seen_to():
         slots, rows, rows_cpu = _alloc_for_extend(batch)
-    growth, offset, host_slots = [], 0, slots.cpu().numpy()
-    for request, row, begin, end in zip(batch.reqs, rows_cpu.tolist(), batch.prefix_lens, ends, strict=True):
+    open_rows = rows_cpu.tolist()
+    for request, row in zip(batch.reqs, open_rows, strict=True):
         if row not in memory.tables:
             memory.open(row, allocator.plan_of(request), prompt_tokens(request))
-        own = host_slots[offset : offset + end - begin]
-        growth.append(Growth(row, begin, end, _new_pages(own, size)))
-        offset += end - begin
-    memory.grow(growth)
+    fresh = _new_pages(slots.cpu().numpy(), batch.extend_lens, size)
+    memory.grow(list(map(Growth, open_rows, batch.prefix_lens, ends, fresh)))
     return slots, rows, rows_cpu
 
 
@@ -69,17 +77,13 @@ def alloc_for_decode(batch: Any, token_per_req: int) -> torch.Tensor:
     allocator: DepthAllocator = batch.token_to_kv_pool_allocator
     memory, size = allocator.memory, allocator.page_size
     rows, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
-    needed = allocator.decode_pages(zip(rows, lengths, strict=True), token_per_req)
+    needed = allocator.decode_pages(rows, lengths, token_per_req)
     _require(allocator, batch.tree_cache, needed, "Decode")
     with allocator.physical_pages_seen_to():
         slots = _alloc_for_decode(batch, token_per_req)
-    per_request = slots.cpu().numpy().reshape(len(rows), token_per_req)
-    memory.grow(
-        [
-            Growth(row, length, length + token_per_req, _new_pages(own, size))
-            for row, length, own in zip(rows, lengths, per_request, strict=True)
-        ]
-    )
+    fresh = _new_pages(slots.cpu().numpy(), [token_per_req] * len(rows), size)
+    ends = [length + token_per_req for length in lengths]
+    memory.grow(list(map(Growth, rows, lengths, ends, fresh)))
     return slots
 
 

@@ -1,6 +1,6 @@
 """What a request of SGLang's asks of the engine, in Fathom's terms."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,10 +25,16 @@ ADAPTER_KEY = "adapter/"
 """Before the id of a LoRA adapter, which SGLang puts behind the client's part of the key."""
 
 
-def policy_of(request: Req) -> dict[str, Any]:
-    """The validated policy a request was admitted with; empty for SGLang's internal requests (warm-up, health)."""
+NO_POLICY: Mapping[str, Any] = {}
+
+
+def policy_of(request: Req) -> Mapping[str, Any]:
+    """The validated policy a request was admitted with; empty for SGLang's internal requests (warm-up, health).
+
+    Asked for several times in every engine step: it is the request's own, which nobody changes.
+    """
     params = request.sampling_params.custom_params
-    return dict(params.get(POLICY_KEY, {})) if isinstance(params, dict) else {}
+    return params.get(POLICY_KEY, NO_POLICY) if isinstance(params, dict) else NO_POLICY
 
 
 def protected_spans(request: Req) -> tuple[Span, ...]:

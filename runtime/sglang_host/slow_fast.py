@@ -220,13 +220,11 @@ def foresees(state: SlowFast | None, requests: Collection["Req"]) -> bool:
     return state.holds_evidence(len(own), longest + 2)
 
 
-def known(state: SlowFast, request: "Req", outcome: Outcome | Later | None) -> Outcome | None:
+def known(state: SlowFast, request: "Req", later: Later) -> Outcome | None:
     """What a step was for a request, now that the token which it read is known."""
-    if isinstance(outcome, Later):
-        if outcome.outcome is None and request.kv.req_pool_idx in state.pending:
-            state.take_in([entry_of(state, request, 0)])
-        return outcome.outcome
-    return outcome
+    if later.outcome is None and request.kv.req_pool_idx in state.pending:
+        state.take_in([entry_of(state, request, 0)])
+    return later.outcome
 
 
 def outcomes(step: Step, batch: "ScheduleBatch") -> dict["Req", Outcome | Later]:

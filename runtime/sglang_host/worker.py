@@ -77,6 +77,7 @@ class FathomWorker(TpModelWorker):
     proposals: list[Proposal]
     launched: Launched  # the last step
     enable_overlap: bool
+    _accounts: list[Account]  # of this step: of its requests
     _complete: dict[Req, Job]  # of this step: requests whose prompt FastKV has compressed
     _began: float  # of this step: time.perf_counter() in seconds
     _draft_seconds: float  # of this step: what the draft took of it
@@ -200,7 +201,8 @@ class FathomWorker(TpModelWorker):
     def open_accounts(self, batch: ScheduleBatch) -> list[Account]:
         self._complete = {}
         self._began, self._draft_seconds = time.perf_counter(), 0.0
-        return [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
+        self._accounts = [self.ledger.open(request, policy_of(request)) for request in batch.reqs]
+        return self._accounts
 
     def draft(self, batch: ScheduleBatch) -> None:
         self.proposals, self.chain, self.chained = [], None, {}
@@ -216,9 +218,9 @@ class FathomWorker(TpModelWorker):
             stretches = slow_fast.stretches(self.slow_fast, batch)
             self.proposals = propose(batch, self.draft_side, self.tails, stretches)
             self.draft_side.catch_up(batch)
-        for request in batch.reqs:
+        for request, account in zip(batch.reqs, self._accounts, strict=True):
             if (state := self.draft_side.states.get(request)) is not None:
-                self.ledger.open(request, {}).draft_read_tokens = state.read_in_all
+                account.draft_read_tokens = state.read_in_all
 
     @contextmanager
     def phases(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -292,7 +294,7 @@ class FathomWorker(TpModelWorker):
         # to wait for that too.
         self.model_runner.shared_read_done_event = None
         for proposal in self.proposals:
-            account = self.ledger.open(batch.reqs[proposal.index], {})
+            account = self._accounts[proposal.index]
             self.ledger.drafted(account, len(proposal.tokens), len(runs[proposal.index].tokens) - 1)
         return with_runs(result, runs)
 
@@ -356,7 +358,7 @@ class FathomWorker(TpModelWorker):
         for job in step.finish():
             request = batch.reqs[job.index]
             self._complete[request] = job
-            self.ledger.open(request, policy_of(request)).hold(self._held(request))
+            self._accounts[job.index].hold(*self._held([request]))
             step.settle(job)
             if job.compacted and tree_of(batch.tree_cache) is None:
                 table = self.model_runner.req_to_token_pool.req_to_token
@@ -374,8 +376,10 @@ class FathomWorker(TpModelWorker):
         self.launched = launched = Launched(self._began, self._draft_seconds if prefill else None)
         extends = batch.extend_lens if prefill else [0] * len(accounts)
         decoding = set(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else ()
-        for request, account, tokens in zip(batch.reqs, accounts, extends, strict=True):
-            held = self.ledger.holding[request.kv.req_pool_idx] = self._held(request)
+        for request, account, tokens, held in zip(
+            batch.reqs, accounts, extends, self._held(batch.reqs), strict=True
+        ):
+            self.ledger.holding[request.kv.req_pool_idx] = held
             if decode or request in decoding:
                 steps = self.chained.get(request, [self.outcomes.get(request)])
                 share = 1 / len(steps)
@@ -389,15 +393,15 @@ class FathomWorker(TpModelWorker):
     def settle_accounts(self, launched: Launched) -> None:
         """Write down a step whose result has arrived, but for requests that had ended before it."""
         stands = [
-            part if self.slow_fast is None else dataclasses.replace(part, outcome=self._outcome(part))
+            self._known(part) if isinstance(part.outcome, Later) else part
             for part in launched.parts
             if not (part.request.finished() or part.request.is_retracted)
         ]
         self.ledger.settle(dataclasses.replace(launched, parts=stands), time.perf_counter())
 
-    def _outcome(self, part: Part) -> Outcome | None:
-        assert self.slow_fast is not None
-        return slow_fast.known(self.slow_fast, part.request, part.outcome)
+    def _known(self, part: Part) -> Part:
+        assert self.slow_fast is not None and isinstance(part.outcome, Later)
+        return part._replace(outcome=slow_fast.known(self.slow_fast, part.request, part.outcome))
 
     @property
     def puts_out_bursts(self) -> bool:
@@ -434,13 +438,20 @@ class FathomWorker(TpModelWorker):
             per_span = [kept] * lower + [min(kept, 1 + plan.anchored_above(1))] * (plan.spans - lower)
         account.climbed(per_span, per_span)
 
-    def _held(self, request: Req) -> Held:
-        page_size = self.model_runner.token_to_kv_pool.page_size
-        dense = pages_of(request.kv.kv_allocated_len, page_size) * page_size * self.kv_bytes_per_token
-        if not isinstance(self.allocator, DepthAllocator):
-            return Held(dense, dense)
-        page = self.model_runner.token_to_kv_pool.bytes_per_page * self.ps.tp_size
-        return Held(self.allocator.held_pages(request) * page, dense)
+    def _held(self, requests: Sequence[Req]) -> list[Held]:
+        size, dense_bytes, page_bytes = self._page
+        dense = [pages_of(request.kv.kv_allocated_len, size) * dense_bytes for request in requests]
+        if page_bytes is None:
+            return list(map(Held, dense, dense))
+        pages = self.allocator.held_pages(requests)
+        return [Held(count * page_bytes, at_all) for count, at_all in zip(pages, dense, strict=True)]
+
+    @cached_property
+    def _page(self) -> tuple[int, int, int | None]:
+        """Tokens of a page, their bytes at all depths, and those of a depth page, None where there are none."""
+        pool = self.model_runner.token_to_kv_pool
+        depth = pool.bytes_per_page * self.ps.tp_size if isinstance(self.allocator, DepthAllocator) else None
+        return pool.page_size, pool.page_size * self.kv_bytes_per_token, depth
 
     @cached_property
     def kv_bytes_per_token(self) -> int:

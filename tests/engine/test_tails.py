@@ -79,8 +79,16 @@ def test_room_is_taken_for_all_at_once(page_size, spare, virtual, requests):
     asked = running(rows, lengths, made, page_size)
     pool, tails = made.memory.pool, Tails(made, rows)
 
+    def needed(requests, tokens):
+        return made.decode_pages(requests, [lengths[row] for row in requests], tokens)
+
+    each = list(range(len(lengths)))
     taken = tails.take(list(zip(asked, wanted, strict=True)))
     counts = [tail.count for tail in taken]
+    assert SPANS * spare - pool.free == sum(
+        needed([row], count) for row, count in zip(each, counts, strict=True)
+    )
+    assert needed(each, 3) == sum(needed([row], 3) for row in each)
     assert counts == one_after_the_other(lengths, wanted, spare * SPANS, page_size, virtual)
     ends = [length + count for length, count in zip(lengths, counts, strict=True)]
     assert pool.free == SPANS * (held + spare - sum(pages_between(0, end, page_size) for end in ends))
@@ -123,8 +131,10 @@ def test_tables_of_their_own_end_where_the_request_ends(page_size, prompt, count
         made.memory.open(0, build({"depth_cutoff": 1, "anchors": "bos"}, SPANS, 1), prompt)
         asked = running(rows, [prompt], made, page_size)
         tails = Tails(made, rows)
+        left = made.memory.pool.free - made.decode_pages([0], [prompt], steps[0])
         taken = tails.take([(asked[0], steps[0])])
         assert [tail.count for tail in taken] == [steps[0]]
+        assert made.memory.pool.free == left
         tails.settle(tails.shrink(taken, [steps[1]]), [steps[2]])
         free.append((made.memory.pool.free, made.virtual_size()))
         lengths.append(made.memory.tables.lengths(0))

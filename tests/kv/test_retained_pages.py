@@ -328,6 +328,13 @@ class RetentionMachine(RuleBasedStateMachine):
                     pages_of(n, self.size) for n in kept
                 )
 
+    @invariant()
+    def all_together_hold_what_each_does(self):
+        requests = getattr(self, "requests", {}).values()
+        rows, lengths = [r.row for r in requests], [r.length for r in requests]
+        if rows:
+            assert self.memory.all_held(rows, lengths) == list(map(self.memory.held, rows, lengths))
+
     def release(self, virtual):
         self.memory.shared.release(np.array(virtual, np.int64))
         self.free_virtual += virtual
