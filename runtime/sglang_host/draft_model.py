@@ -112,6 +112,7 @@ class DraftModel:
         self.pool = self.runner.token_to_kv_pool
         self.backend: DraftReads = self.runner.attn_backend
         self.vocabulary = worker.target.model_config.vocab_size
+        self.last_id = worker.model_config.vocab_size - 1
         self.scratch = self.pool.size - SCRATCH_SLOTS + self.pool.page_size
         scratch = torch.arange(SCRATCH_SLOTS, dtype=torch.int32, device=self.runner.device)
         self._scratch = scratch + self.scratch
@@ -169,7 +170,8 @@ class DraftModel:
             logits [requests, vocabulary] float32 of each request's last token, or [new tokens, vocabulary].
         """
         counts, lengths = [len(read.tokens) for read in reads], [read.length for read in reads]
-        tokens = [token for read in reads for token in read.tokens]
+        # The target may have ids behind the draft's last one, where tables are padded: the draft reads that one.
+        tokens = [min(token, self.last_id) for read in reads for token in read.tokens]
         places = [np.arange(end - count, end) for end, count in zip(lengths, counts, strict=True)]
         positions, rows = np.concatenate(places), np.arange(len(tokens))
         wanted = rows if every else np.cumsum(counts) - 1

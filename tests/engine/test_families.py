@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from conftest import save_random_model
-from greedy import TOLERANCE, body_of
+from greedy import TOLERANCE, ask, body_of
 from interpreted import POLICIES, SERVED, Oracle, ask_all
 from noisy import draft_flags, noisy_copy
 
@@ -57,9 +57,21 @@ def test_a_family(start_server, tmp_path, triggers, family):
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_draft, triggers, family):
-    target = save_random_model(tmp_path, family, **WITH_EXPERTS[family])
+    """Their tables of tokens are padded to different lengths."""
+    known = transformers.AutoConfig.from_pretrained(close_draft).vocab_size
+    target = save_random_model(tmp_path, family, vocab_size=known + 128, **WITH_EXPERTS[family])
     server = start_server(target, *SERVED, *draft_flags(close_draft))
     check_all(server, target, close_draft, triggers)
+    prompt = [*range(6, 90), known + 100, *range(90, 150)]
+
+    def said(policy, **sampling):
+        return ask(server, prompt, policy, 8, **sampling)["output_ids"]
+
+    biased = {"logit_bias": {str(known + 110): 1e4}}
+    assert said({"speculative": True}) == said({})
+    assert said({"speculative": True}, **biased) == said({}, **biased) == [known + 110] * 8
+    judged = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64}
+    assert said(judged | {"speculative": True}) == said(judged)
     assert server.stop() == 0
 
 
