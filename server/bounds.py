@@ -5,7 +5,7 @@ the vocabulary holds, would end the scheduler or the detokenizer, and with it ev
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -75,6 +75,19 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
     _check_range("max_thinking_tokens", obj.max_thinking_tokens, 0, INT32[1])
     _check_labels(obj.custom_labels, labels)
     _check_host(obj.bootstrap_host)
+
+
+def check_prompt(ids: Sequence[int], vocabulary: int) -> None:
+    """What a text came to: a tokenizer may have tokens that its model has not.
+
+    Raises:
+        ValueError: naming the first token id that the model does not know.
+    """
+    if ids and max(ids) >= vocabulary:
+        beyond = next(token for token in ids if token >= vocabulary)
+        raise ValueError(
+            f"the prompt must have token ids in [0, {vocabulary - 1}], the model's; the tokenizer made {beyond}"
+        )
 
 
 def check_embedding(obj: EmbeddingReqInput, vocabulary: int) -> None:
@@ -148,7 +161,7 @@ def check_sampling(given: dict[str, Any], vocabulary: int) -> None:
         ("sampling_seed", INT64),
     ):
         _check_number(name, params.get(name), *legal)
-    _check_range("stop_token_ids", list(params.get("stop_token_ids") or ()), *INT32)
+    _check_ids("stop_token_ids", list(params.get("stop_token_ids") or ()), vocabulary)
     _check_number("stream_interval", params.get("stream_interval"), 1, INT32[1])
     _check_bias(params.get("logit_bias"), vocabulary)
     for name, (least, most) in LOGITS.items():

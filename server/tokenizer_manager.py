@@ -197,6 +197,8 @@ class FathomTokenizerManager(TokenizerManager):
         no_tokens = input_ids is not None and len(input_ids) == 0
         if no_tokens and isinstance(obj, GenerateReqInput) and obj.input_embeds is None:
             raise ValueError("the prompt must have at least one token")
+        if input_ids is not None and not obj.contains_mm_input():
+            bounds.check_prompt(input_ids, self.model_config.vocab_size)
 
     def _cut(self, sampling: dict[str, Any], input_ids: list[int]) -> None:
         """Cut a prompt to what fits into the context beside its answer, of which at most half is the answer's.

@@ -26,7 +26,9 @@ ILLEGAL = [
     ({"logit_bias": {"-1": 1.0}}, "token ids in [0, 2047] as keys, got '-1'"),
     ({"max_new_tokens": 2**40}, "max_new_tokens must be an integer in"),
     ({"max_new_tokens": 1.5}, "sampling_params.max_new_tokens: Expected `int"),
-    ({"stop_token_ids": [2**40]}, "stop_token_ids must be an integer in"),
+    ({"stop_token_ids": [7, 2048]}, "stop_token_ids must be token ids in [0, 2047], got 2048"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids in [0, 2047], got -1"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids must be token ids in [0, 2047]"),
     ({"sampling_seed": 2**70}, "sampling_seed must be an integer in"),
     ({"sampling_seed": "x"}, "sampling_seed must be an integer in"),
     ({"n": 129}, "n must be an integer in [1, 128], got 129"),
@@ -242,6 +244,14 @@ def test_what_no_embedding_could_be_made_of(given, told):
 )
 def test_what_can_be_embedded(given):
     bounds.check_embedding(EmbeddingReqInput(**given), VOCABULARY)
+
+
+def test_a_text_has_tokens_of_the_model_only():
+    """Its tokenizer may know more; what is behind the table of embeddings ends the engine."""
+    bounds.check_prompt([], VOCABULARY)
+    bounds.check_prompt([0, 2047], VOCABULARY)
+    with pytest.raises(ValueError, match=r"token ids in \[0, 2047\].*the tokenizer made 2050"):
+        bounds.check_prompt([1, 2050, 2048], VOCABULARY)
 
 
 def test_a_prompt_has_no_vectors_in_the_place_of_tokens():
