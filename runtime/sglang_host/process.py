@@ -116,5 +116,8 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's detokenizer process. Arguments as SGLang's function of this name."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
+    from fathom.runtime.sglang_host import detokenizer
+
     verify_or_exit("detokenizer")
+    detokenizer.install()
     run(*args, **kwargs)

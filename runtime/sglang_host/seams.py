@@ -398,6 +398,21 @@ LEDGER: tuple[Seam, ...] = (
         "the detokenizer's process",
         "server_args port_args detokenizer_manager_class",
     ),
+    relies_on(
+        DETOKENIZER,
+        "managers.detokenizer_manager:find_printable_text",
+        "replace",
+        "no stream repeats what it has sent, also where several tokens come at a time",
+        "text",
+    ),
+    relies_on(
+        DETOKENIZER,
+        "managers.detokenizer_manager:DetokenizerManager._decode_batch_token_id_output",
+        "read",
+        "asks it by its name in the module what to send of a text that ends within a character",
+        "recv_obj",
+        reads_attributes("find_printable_text sent_offset"),
+    ),
 )
 
 
