@@ -29,6 +29,7 @@ def install(options: EngineOptions) -> None:
         rope_overrides,
         seeds,
         stop_patterns,
+        stop_strings,
         unsound,
     )
     from fathom.runtime.sglang_host.platform import (
@@ -46,6 +47,7 @@ def install(options: EngineOptions) -> None:
     adapter_files.install()
     penalties.install(ours)
     stop_patterns.install()
+    stop_strings.install()
     unsound.install()
     if ours:
         from sglang.srt.mem_cache import registry

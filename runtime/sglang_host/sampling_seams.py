@@ -140,4 +140,27 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         "a seeded draw is not compiled in the middle of a request",
         "logprobs seed positions",
     ),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.schedule_batch:Req.{name}",
+            "replace",
+            "a text that ends an answer is found, and not streamed, where characters span tokens",
+            parameters,
+            reads_attributes(attributes),
+        )
+        for name, parameters, attributes in (
+            ("_stop_match_tail_len", "new_accepted_len", "stop_str_max_len output_ids"),
+            ("tail_str", "new_accepted_len", "_stop_match_tail_len tokenizer decode output_ids"),
+            ("check_match_stop_str_prefix", "", "stop_strs tail_str"),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_batch:Req._locate_str_stop_finished_len",
+        "read",
+        "counts the tokens of the answer in the window that is looked at",
+        "new_accepted_len stop_str stop_regex",
+        reads_attributes("_stop_match_tail_len"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Texts whose characters span tokens, streamed token by token and several at a time as under drafting."""
+"""Texts whose characters span tokens, streamed and stopped: token by token, and in bursts as under drafting."""
 
 import random
 from types import SimpleNamespace
@@ -13,6 +13,10 @@ from fathom.runtime.sglang_host import detokenizer, torchvision_ops
 torchvision_ops.declare()
 
 from sglang.srt.managers import detokenizer_manager  # noqa: E402
+from sglang.srt.managers.schedule_batch import Req  # noqa: E402
+from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
+
+from fathom.runtime.sglang_host import bursts, stop_strings  # noqa: E402
 
 WRITING = (
     *(
@@ -43,55 +47,122 @@ def bytes_of_characters():
     return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
 
 
-def streamed(tokenizer, ids, sizes):
-    """The texts that SGLang's detokenizer sends for tokens that come so many at a time."""
-    manager = detokenizer_manager.DetokenizerManager.__new__(detokenizer_manager.DetokenizerManager)
-    manager.tokenizer, manager.vocab_size, manager.decode_status = tokenizer, len(tokenizer), {}
-    manager.disable_tokenizer_batch_decode = manager.is_tool_call_parser_gpt_oss = False
-    sent, begin = [], 0
-    while begin < len(ids):
-        end = begin + next(sizes)
+@pytest.fixture(scope="module", params=["byte-level", "byte fallback"])
+def tokenizer(request):
+    fallback = request.param == "byte fallback"
+    made = bytes_of_characters() if fallback else PreTrainedTokenizerFast.from_pretrained(DEMO_TARGET)
+    made.additional_stop_token_ids = None
+    return made
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(detokenizer_manager, "find_printable_text", None)
+    for name in ("_stop_match_tail_len", "tail_str", "check_match_stop_str_prefix"):
+        monkeypatch.setattr(Req, name, None)
+    detokenizer.install()
+    stop_strings.install()
+
+
+class Stream:
+    """SGLang's detokenizer, for one request."""
+
+    def __init__(self, tokenizer):
+        self.manager = detokenizer_manager.DetokenizerManager.__new__(detokenizer_manager.DetokenizerManager)
+        self.manager.tokenizer, self.manager.vocab_size = tokenizer, len(tokenizer)
+        self.manager.disable_tokenizer_batch_decode = self.manager.is_tool_call_parser_gpt_oss = False
+        self.manager.decode_status, self.sent = {}, []
+
+    def send(self, ids, reason):
         output = SimpleNamespace(
             rids=["r"],
             decoded_texts=[""],
-            decode_ids=[ids[begin:end]],
+            decode_ids=[ids],
             read_offsets=[0],
-            finished_reasons=[{"type": "length"} if end >= len(ids) else None],
+            finished_reasons=[reason],
             no_stop_trim=[False],
             skip_special_tokens=[True],
             spaces_between_special_tokens=[True],
         )
-        sent += manager._decode_batch_token_id_output(output)
-        begin = end
-    return sent
+        self.sent += self.manager._decode_batch_token_id_output(output)
+
+
+class Request(Req):
+    """SGLang's, with what its look for an end asks for."""
+
+    def __init__(self, tokenizer, stops):
+        self.sampling_params = SamplingParams(stop=stops, max_new_tokens=1000)
+        self.sampling_params.normalize(tokenizer)
+        self.tokenizer, self.output_ids, self.decoded_text = tokenizer, [], ""
+        self.finished_reason = self.to_finish = self.finished_len = self.vocab_size = None
+        self.eos_token_ids = self.grammar = None
+
+
+def written(rng):
+    return "".join(
+        rng.choice(rng.choice(WRITING)) if rng.random() < 0.6 else rng.choice(WRITING)
+        for _ in range(rng.randint(1, 9))
+    )
+
+
+def parts(ids, rng, most):
+    """Up to so many of the ids at a time."""
+    ids = list(ids)
+    while ids:
+        count = rng.randint(1, most)
+        yield ids[:count]
+        del ids[:count]
 
 
 @pytest.mark.parametrize("most", [1, MOST_AT_ONCE])
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_a_stream_is_the_whole_text_once(monkeypatch, kind, most):
-    monkeypatch.setattr(detokenizer_manager, "find_printable_text", None)
-    detokenizer.install()
-    tokenizer = (
-        PreTrainedTokenizerFast.from_pretrained(DEMO_TARGET)
-        if kind == "byte-level"
-        else bytes_of_characters()
-    )
+def test_a_stream_is_the_whole_text_once(tokenizer, most):
     rng = random.Random(5)
     for _ in range(200):
-        text = "".join(rng.choice(rng.choice(WRITING)) for _ in range(rng.randint(1, 12)))
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        sent = streamed(tokenizer, ids, iter(lambda: rng.randint(1, most), 0))
-        assert "".join(sent) == tokenizer.decode(ids)
-        assert not any("\ufffd" in part for part in sent)
+        ids = tokenizer(written(rng), add_special_tokens=False)["input_ids"]
+        stream = Stream(tokenizer)
+        for part in parts(ids, rng, most):
+            stream.send(part, None)
+        stream.send([], {"type": "length"})
+        assert "".join(stream.sent) == tokenizer.decode(ids)
+        assert not any("\ufffd" in text for text in stream.sent)
 
 
-def test_an_answer_that_ends_within_a_character(monkeypatch):
+@pytest.mark.parametrize("most", [1, MOST_AT_ONCE])
+def test_a_stop_ends_the_answer_and_is_not_streamed(tokenizer, most):
+    """With the token that completes it, however the tokenizer cuts it, and whatever is around it."""
+    rng, looked_for = random.Random(6), 0
+    for _ in range(300):
+        ids = tokenizer(written(rng), add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(ids)
+        begin = rng.randrange(len(text))
+        stop = text[begin : begin + rng.randint(1, 5)]
+        if not stop.strip():
+            continue
+        looked_for += 1
+        ends = next(count for count in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:count]))
+        request, stream, told = Request(tokenizer, [stop, "none"]), Stream(tokenizer), 0
+        for part in parts(ids, rng, most):
+            request.output_ids.extend(part)
+            bursts.update_finish_state(request, len(part))
+            if request.finished():
+                break
+            if not request.check_match_stop_str_prefix():
+                stream.send(request.output_ids[told:], None)
+                told = len(request.output_ids)
+        assert request.finished() and request.finished_len == ends, (stop, text)
+        stream.send(request.output_ids[told : request.finished_len], request.finished_reason.to_json())
+        assert "".join(stream.sent) == text[: text.index(stop)], (stop, text)
+    assert looked_for > 250
+
+
+def test_an_answer_that_ends_within_a_character():
     """The part of it is shown at the end, and only there."""
-    monkeypatch.setattr(detokenizer_manager, "find_printable_text", None)
-    detokenizer.install()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO_TARGET)
     ids = tokenizer("好あ好あ好", add_special_tokens=False)["input_ids"][:-1]
     for most in range(1, len(ids) + 1):
-        sent = streamed(tokenizer, ids, iter([*[most] * len(ids)]))
-        assert "".join(sent) == tokenizer.decode(ids) == "好あ好あ\ufffd"
-        assert not any("\ufffd" in part for part in sent[:-1])
+        stream = Stream(tokenizer)
+        for begin in range(0, len(ids), most):
+            last = begin + most >= len(ids)
+            stream.send(ids[begin : begin + most], {"type": "length"} if last else None)
+        assert "".join(stream.sent) == tokenizer.decode(ids) == "好あ好あ\ufffd"
+        assert not any("\ufffd" in text for text in stream.sent[:-1])
