@@ -163,4 +163,11 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         "new_accepted_len stop_str stop_regex",
         reads_attributes("_stop_match_tail_len"),
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler_components.output_streamer:DEFAULT_FORCE_STREAM_INTERVAL",
+        "read",
+        "after so many tokens the text of an answer without a stream is sent, and then stays in it",
+        check=lambda tokens: isinstance(tokens, int) and tokens > 0,
+    ),
 )

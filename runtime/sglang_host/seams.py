@@ -284,7 +284,7 @@ LEDGER: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.scheduler_components.output_streamer:SchedulerOutputStreamer.stream_output",
         "override",
-        "sees each step's tokens: time of the first one",
+        "sees each step's tokens: time of the first one; holds back what may become a stop",
         "reqs return_logprob skip_req",
     ),
     relies_on(

@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.managers.scheduler_components.output_streamer import (
+    DEFAULT_FORCE_STREAM_INTERVAL,
+    SchedulerOutputStreamer,
+)
 from sglang.srt.runtime_context import get_serving
 
 from fathom.runtime.config import POLICY_KEY
@@ -32,7 +35,8 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
                     continue
                 spaced.append((request.sampling_params, asked))
                 request.sampling_params.stream_interval = 1
-            due.append(request)
+            if not may_become_a_stop(request):
+                due.append(request)
         try:
             # SGLang's dataclass(slots=True) replaces the class object, which breaks zero-argument super().
             SchedulerOutputStreamer.stream_output(self, due, return_logprob, skip_req)
@@ -50,3 +54,16 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
                 for request in reqs
             ]
         }
+
+
+def may_become_a_stop(request: Req) -> bool:
+    """Whether it is a request without a stream whose text so far would be sent with the beginning of a stop.
+
+    SGLang sends that every so many tokens too, and what is sent stays in the answer; it holds back streams only.
+    """
+    waits = not request.stream and not request.finished()
+    return (
+        waits
+        and len(request.output_ids) % DEFAULT_FORCE_STREAM_INTERVAL == 0
+        and request.check_match_stop_str_prefix()
+    )

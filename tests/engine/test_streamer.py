@@ -16,11 +16,14 @@ class Request:
     def __init__(self, prompt, cached, output=(), ended=False):
         self.origin_input_ids, self.cached_tokens = [7] * prompt, cached
         self.output_ids, self.ended = list(output), ended
-        self.stream, self.send_token_offset = False, 0
+        self.stream, self.send_token_offset, self.stops = False, 0, False
         self.sampling_params = SimpleNamespace(stream_interval=None)
 
     def finished(self):
         return self.ended
+
+    def check_match_stop_str_prefix(self):
+        return self.stops
 
 
 @pytest.fixture
@@ -84,3 +87,24 @@ def test_a_stream_is_sent_when_it_has_its_interval(made, monkeypatch):
     assert [tokens for name, tokens in sent if name == 2] == [1, 3, 7, 9, 10]
     assert [tokens for name, tokens in sent if name == 3] == counts  # SGLang's own business
     assert (server.sampling_params.stream_interval, own.sampling_params.stream_interval) == (None, 2)
+
+
+def test_no_answer_is_given_the_beginning_of_a_stop(made, monkeypatch):
+    """Also without a stream SGLang sends what there is, every so many tokens, and it stays in the answer."""
+    sent = []
+    monkeypatch.setattr(
+        streamer.SchedulerOutputStreamer, "stream_output", lambda _, due, *__: sent.extend(due)
+    )
+    often = streamer.DEFAULT_FORCE_STREAM_INTERVAL
+    for tokens in range(1, 3 * often):
+        for stops in (False, True):
+            request = Request(3, 0, [5] * tokens)
+            request.stops = stops
+            made.stream_output([request], False)
+            held = sent == []
+            assert held == (stops and tokens % often == 0)
+            sent.clear()
+            request.ended = True
+            made.stream_output([request], False)
+            assert sent == [request]
+            sent.clear()
