@@ -20,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sglang_host.control import reason_of
+from fathom.runtime.sglang_host.detokenizer import known_ids
 from fathom.runtime.sglang_host.priorities import PriorityLabels
 from fathom.server import bounds
 from fathom.server.adapters import Adapters, Unloaded, adapter_of, each
@@ -295,6 +296,20 @@ class FathomTokenizerManager(TokenizerManager):
             recv_obj,
             recv_obj_index,
         )
+
+    def detokenize_logprob_tokens(
+        self, token_logprobs_val: list[float], token_logprobs_idx: list[int], decode_to_text: bool
+    ) -> Any:
+        """SGLang's, which raises, and ends the server, for a token that a tokenizer in Python does not know."""
+        found = super().detokenize_logprob_tokens
+        known = known_ids(self.tokenizer) if decode_to_text else None
+        if known is None:
+            return found(token_logprobs_val, token_logprobs_idx, decode_to_text)
+        told = found(token_logprobs_val, [min(token, known - 1) for token in token_logprobs_idx], True)
+        return [
+            (value, token, text if token < known else "")
+            for (value, _, text), token in zip(told, token_logprobs_idx, strict=True)
+        ]
 
     def collect_metrics(self, state: ReqState, recv_obj: Any, i: int) -> None:
         given = getattr(state.obj, "priority", None)

@@ -70,6 +70,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "managers.tokenizer_manager:TokenizerManager.detokenize_logprob_tokens",
+        "override",
+        "a token that the tokenizer does not know ends no server",
+        "token_logprobs_val token_logprobs_idx decode_to_text",
+        reads_attributes("batch_decode"),
+    ),
+    relies_on(
+        SERVER,
         "managers.tokenizer_control_mixin:TokenizerControlMixin.init_communicators",
         "override",
         "creates what asks the engine, which becomes ours",

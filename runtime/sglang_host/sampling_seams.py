@@ -157,6 +157,13 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.detokenizer_manager:DetokenizerManager._clamp_decode_ids",
+        "call",
+        "stops are looked for in the text that clients get, also of tokens that the tokenizer does not know",
+        "ids vocab_size",
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.schedule_batch:Req._locate_str_stop_finished_len",
         "read",
         "counts the tokens of the answer in the window that is looked at",

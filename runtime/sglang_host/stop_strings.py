@@ -6,15 +6,17 @@ bytes decodes none of the bytes. A stream is held back while its end may become 
 where the end is part of a character.
 """
 
+from typing import Any
+
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.schedule_batch import Req
 
-from fathom.runtime.sglang_host.detokenizer import REPLACEMENT, settled
+from fathom.runtime.sglang_host.detokenizer import REPLACEMENT, known_ids, settled
 
 BYTES_OF_A_CHARACTER = 4
 """At most, in UTF-8, and so many tokens it may span."""
 
 _stop_match_tail_len = Req._stop_match_tail_len
-_tail_str = Req.tail_str
 
 
 def stop_match_tail_len(self: Req, new_accepted_len: int) -> int:
@@ -29,15 +31,24 @@ def stop_match_tail_len(self: Req, new_accepted_len: int) -> int:
 
 def tail_str(self: Req, new_accepted_len: int = 1) -> str:
     """The text of those tokens, and of up to three before them if they begin within a character."""
-    text = _tail_str(self, new_accepted_len)
+    if not (self.sampling_params.stop_strs or self.sampling_params.stop_regex_strs):
+        return ""
     begin = len(self.output_ids) - stop_match_tail_len(self, new_accepted_len)
+    text = decoded(self.tokenizer, self.output_ids[begin:])
     for earlier in range(1, min(BYTES_OF_A_CHARACTER, begin + 1)):
         if not text.startswith(REPLACEMENT):
             break
-        wider = self.tokenizer.decode(self.output_ids[begin - earlier :])
+        wider = decoded(self.tokenizer, self.output_ids[begin - earlier :])
         if not wider.startswith(REPLACEMENT):
             return wider
     return text
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of tokens, of which unknown ones are what SGLang's detokenizer takes them for."""
+    if (known := known_ids(tokenizer)) is not None:
+        ids = DetokenizerManager._clamp_decode_ids(ids, known)
+    return tokenizer.decode(ids)
 
 
 def check_match_stop_str_prefix(self: Req) -> bool:

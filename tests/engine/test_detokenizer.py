@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import DEMO_TARGET
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from fathom.runtime.sglang_host import detokenizer, torchvision_ops
 
@@ -166,3 +166,22 @@ def test_an_answer_that_ends_within_a_character():
             stream.send(ids[begin : begin + most], {"type": "length"} if last else None)
         assert "".join(stream.sent) == tokenizer.decode(ids) == "好あ好あ\ufffd"
         assert not any("\ufffd" in text for text in stream.sent[:-1])
+
+
+def test_tokens_that_a_tokenizer_in_python_does_not_know():
+    """A model whose table is padded puts them out, and such a tokenizer raises."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.additional_stop_token_ids = None
+    unknown = len(tokenizer) + 50
+    with pytest.raises(ValueError, match="bytes must be in range"):
+        tokenizer.decode([unknown])
+    request = Request(tokenizer, ["now"])
+    for token in [unknown, *tokenizer.encode("no", add_special_tokens=False), unknown]:
+        request.output_ids.append(token)
+        bursts.update_finish_state(request)
+        assert not request.finished()
+    for token in tokenizer.encode("now", add_special_tokens=False):
+        assert not request.finished()
+        request.output_ids.append(token)
+        bursts.update_finish_state(request)
+    assert request.finished()

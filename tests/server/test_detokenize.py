@@ -1,4 +1,4 @@
-"""Token ids that reach a tokenizer, which takes numbers of 32 bits."""
+"""Token ids that reach a tokenizer, which takes numbers of 32 bits, or fewer."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,10 @@ from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()
 
+from transformers import ByT5Tokenizer  # noqa: E402
+
 from fathom.server.detokenize import FathomDetokenize  # noqa: E402
+from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 MOST = (1 << 32) - 1
 
@@ -30,3 +33,13 @@ def test_only_such_ids_are_let_through(tokens, wrong):
     handler = FathomDetokenize.__new__(FathomDetokenize)
     found = handler._validate_request(SimpleNamespace(tokens=tokens))
     assert found == (None if wrong is None else f"tokens must be integers in [0, {MOST}], got {wrong}")
+
+
+def test_log_probabilities_of_tokens_that_the_tokenizer_does_not_know():
+    """A model whose table is padded has them; a tokenizer in Python raises for them."""
+    manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    manager.tokenizer = ByT5Tokenizer(extra_ids=0)
+    (letter,), unknown = manager.tokenizer.encode("x", add_special_tokens=False), len(manager.tokenizer) + 50
+    found = manager.detokenize_logprob_tokens([-1.0, -2.0], [unknown, letter], True)
+    assert found == [(-1.0, unknown, ""), (-2.0, letter, "x")]
+    assert manager.detokenize_logprob_tokens([-1.0], [unknown], False) == [(-1.0, unknown, None)]
