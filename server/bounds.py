@@ -90,6 +90,21 @@ def check_prompt(ids: Sequence[int], vocabulary: int) -> None:
         )
 
 
+def check_least(sampling: dict[str, Any], ends: Iterable[int | None], vocabulary: int) -> None:
+    """A minimal length, which holds off the tokens that end every answer: SGLang's engine ends where one of them is
+    not the model's.
+
+    Raises:
+        ValueError: naming that token.
+    """
+    beyond = [token for token in ends if token is not None and token >= vocabulary]
+    if beyond and sampling.get("min_new_tokens"):
+        raise ValueError(
+            f"min_new_tokens must be 0 with this tokenizer: its token {beyond[0]} ends answers, "
+            f"and the model's are in [0, {vocabulary - 1}]"
+        )
+
+
 def check_embedding(obj: EmbeddingReqInput, vocabulary: int) -> None:
     """The same for what is embedded, classified or ranked.
 

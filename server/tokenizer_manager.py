@@ -200,6 +200,11 @@ class FathomTokenizerManager(TokenizerManager):
             raise ValueError("the prompt must have at least one token")
         if input_ids is not None and not obj.contains_mm_input():
             bounds.check_prompt(input_ids, self.model_config.vocab_size)
+        if isinstance(obj, GenerateReqInput) and self.tokenizer is not None:
+            given = (self.preferred_sampling_params or {}) | obj.sampling_params
+            more = getattr(self.tokenizer, "additional_stop_token_ids", None) or ()
+            ends = {self.tokenizer.eos_token_id, *more, *(self.model_config.hf_eos_token_id or ())}
+            bounds.check_least(given, ends, self.model_config.vocab_size)
 
     def _cut(self, sampling: dict[str, Any], input_ids: list[int]) -> None:
         """Cut a prompt to what fits into the context beside its answer, of which at most half is the answer's.

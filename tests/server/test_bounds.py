@@ -254,6 +254,14 @@ def test_a_text_has_tokens_of_the_model_only():
         bounds.check_prompt([1, 2050, 2048], VOCABULARY)
 
 
+def test_a_minimal_length_holds_off_tokens_of_the_model_only():
+    bounds.check_least({"min_new_tokens": 5}, {None, 2047}, VOCABULARY)
+    for nothing in ({}, {"min_new_tokens": 0}, {"min_new_tokens": None}):
+        bounds.check_least(nothing, {2048}, VOCABULARY)
+    with pytest.raises(ValueError, match=r"min_new_tokens must be 0 .* its token 2048 .* in \[0, 2047\]"):
+        bounds.check_least({"min_new_tokens": 5}, {3, 2048}, VOCABULARY)
+
+
 def test_a_prompt_has_no_vectors_in_the_place_of_tokens():
     """However wide: of another width than the model's, or in a prompt that is narrowed, they end the engine."""
     overrides = PositionalEmbeds(embeds=[torch.zeros(64)], positions=[0])
