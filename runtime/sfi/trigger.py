@@ -13,7 +13,8 @@ import numpy as np
 
 from fathom.runtime.sfi.config import SfiConfig
 
-TERMINATORS = ".?!;" + "。．｡？！；"
+TERMINATORS = ".?!;" + "。．｡？！；" + "।॥" + "؟۔؛"
+"""Of sentences: the paper's, their full-width forms, those of Devanagari, and of Arabic and Urdu."""
 CLOSERS = "\"')]}" + "”’»›）］｝】〉》」』〕＂＇"
 
 CAUSES = ("start", "trigger", "timeout")

@@ -258,6 +258,12 @@ GPU_RULES = (
         "rows are chosen between layers, where a fused reduction is still to come",
         ("--flashinfer-allreduce-fusion-backend",),
     ),
+    Rule(
+        (),
+        lambda args: args.ep_size >= 1 and args.tp_size % args.ep_size == 0,
+        "an --ep-size that divides --tp-size",
+        "experts are shared out among its processes",
+    ),
     KV_OF_A_GPU,
     E4M3_OF_A_GPU,
     *ANYWHERE,

@@ -24,7 +24,7 @@ def stop_match_tail_len(self: Req, new_accepted_len: int) -> int:
 
     No token is less than a byte. As in SGLang there is one before them: some tokenizers strip a text's first blank.
     """
-    longest = max((len(stop.encode()) for stop in self.sampling_params.stop_strs), default=0)
+    longest = max((len(stop.encode()) for stop in self.sampling_params.stop_strs or ()), default=0)
     least = min(longest + max(new_accepted_len, 1), len(self.output_ids)) if longest else 0
     return max(_stop_match_tail_len(self, new_accepted_len), least)
 
@@ -53,7 +53,7 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 
 def check_match_stop_str_prefix(self: Req) -> bool:
     """Whether what a stream would send by now ends with a stop, or with the beginning of one."""
-    stops = [stop for stop in self.sampling_params.stop_strs if stop]
+    stops = [stop for stop in self.sampling_params.stop_strs or () if stop]
     tail = settled(self.tail_str()) if stops else ""
     return any(
         stop in tail or any(tail.endswith(stop[:count]) for count in range(1, len(stop))) for stop in stops

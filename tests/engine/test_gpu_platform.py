@@ -184,6 +184,8 @@ def arguments(**changed):
         "speculative_draft_attention_backend": None,
         "hicache_storage_backend": None,
         "kv_canary": "none",
+        "tp_size": 1,
+        "ep_size": 1,
         "pp_size": 1,
         "dp_size": 1,
         "attn_cp_size": 1,
@@ -205,6 +207,16 @@ def test_a_graph_that_would_fill_the_buffers_is_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     with pytest.raises(ValueError, match="needs SGLANG_ENABLE_METADATA_GLUE_GRAPH=0: what a captured"):
         engine_args.check_rules(args, engine_args.GPU_RULES, "KV in depth pages")
+
+
+def test_experts_are_shared_out_among_whole_processes():
+    def check(**changed):
+        engine_args.check_rules(arguments(**changed), engine_args.GPU_RULES, "KV in depth pages")
+
+    check(tp_size=4, ep_size=2)
+    for sizes in ({"ep_size": 2}, {"tp_size": 4, "ep_size": 3}, {"ep_size": 0}):
+        with pytest.raises(ValueError, match="needs an --ep-size that divides --tp-size"):
+            check(**sizes)
 
 
 @pytest.mark.parametrize("field", ["kv_cache_dtype", "speculative_draft_kv_cache_dtype"])

@@ -11,8 +11,8 @@ from fathom.runtime.sfi.config import SfiConfig
 from fathom.runtime.sfi.trigger import PhaseState, ends_segment, trigger_ids, trigger_mask
 
 ENDS = [
-    *".?!;", "\n", "。", "．", "？", "！", "；", '."', ".)", ".\n\n", "?”", "!' ", " word.", "...", ").\n",
-    "\n    ", "\r\n", ";\n", "！」", ".\")", "?!", "\u2028", "3.",
+    *".?!;", "\n", "。", "．", "？", "！", "；", *"।॥؟۔؛", '."', ".)", ".\n\n", "?”", "!' ", " word.", "...",
+    ").\n", "\n    ", "\r\n", ";\n", "！」", ".\")", "?!", "\u2028", "3.",
 ]  # fmt: skip
 GOES_ON = [
     "",
