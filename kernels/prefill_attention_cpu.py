@@ -30,8 +30,6 @@ TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
 
 KEYS_PER_BLOCK = 64
-APART = 0
-"""Elements between lines that products read and write, so that neighbours do not share a set of the cache."""
 ROWS_TOGETHER = 32
 """Rows whose scores of a block stay in a core's nearest cache until they are used."""
 
@@ -130,15 +128,15 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
             key_line, value_line = h * key_head, h * value_head
             rows = count * group
             whole = (rows + ROWS - 1) // ROWS * ROWS
-            q = np.zeros((whole, pairs + APART), np.int32)[:, :pairs]
+            q = np.zeros((whole, pairs), np.int32)
             for x in range(rows):
                 given = query[at + x // group, h * group + x % group]
                 for d in range(pairs):
                     q[x, d] = given[d]
-            scores = np.empty((ROWS_TOGETHER, KEYS_PER_BLOCK + APART), np.float32)[:, :KEYS_PER_BLOCK]
-            weights = np.zeros((ROWS_TOGETHER, KEYS_PER_BLOCK + 2 * APART), np.uint16)
+            scores = np.empty((ROWS_TOGETHER, KEYS_PER_BLOCK), np.float32)
+            weights = np.zeros((ROWS_TOGETHER, KEYS_PER_BLOCK), np.uint16)
             weight_pairs = weights.view(np.int32)
-            sums = np.zeros((whole, value_dim + APART), np.float32)[:, :value_dim]
+            sums = np.zeros((whole, value_dim), np.float32)
             top = np.full(rows, -np.inf, np.float32)
             total = np.zeros(rows, np.float32)
             # Pairs of a key's elements, and pairs of two keys' values, where products read them.
