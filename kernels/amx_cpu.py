@@ -67,8 +67,8 @@ def _with_first(name, context, builder, signature, args):
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing_context, sums, row, column, left, right, rows, add):
-    """``sums[row + r, column + c] = left[row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.
+def _tile(typing_context, sums, row, column, left, left_row, right, rows, add):
+    """``sums[row + r, column + c] = left[left_row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.
 
     Args:
         rows: constant, 1 or 2; the tile is ``16 * rows`` times 32.
@@ -76,11 +76,11 @@ def _tile(typing_context, sums, row, column, left, right, rows, add):
     """
 
     def codegen(context, builder, signature, args):
-        s, r0, c0, a, b, height, accumulate = signature.args
+        s, r0, c0, a, a0, b, height, accumulate = signature.args
         word, count = ir.IntType(64), height.literal_value
-        first, column = context.cast(builder, args[1], r0, types.intp), (args[2], c0)
+        column = (args[2], c0)
         arrays = [
-            arrayobj.make_array(kind)(context, builder, args[i]) for i, kind in ((0, s), (3, a), (4, b))
+            arrayobj.make_array(kind)(context, builder, args[i]) for i, kind in ((0, s), (3, a), (5, b))
         ]
         sums_stride, left_stride, right_stride = (builder.extract_value(array.strides, 0) for array in arrays)
         pairs = builder.extract_value(arrays[1].shape, 1)
@@ -95,9 +95,12 @@ def _tile(typing_context, sums, row, column, left, right, rows, add):
             pointer = pointer_to(context, builder, array, kind, [(line, types.intp), at], element)
             return builder.bitcast(pointer, ir.PointerType(ir.IntType(8)))
 
-        lines = [builder.add(first, word(ROWS * i)) for i in range(count)]
+        def lines(first, kind):
+            first = context.cast(builder, first, kind, types.intp)
+            return [builder.add(first, word(ROWS * i)) for i in range(count)]
+
         outputs = []
-        for i, line in enumerate(lines):
+        for i, line in enumerate(lines(args[1], r0)):
             start = place(args[0], s, line, column, ir.FloatType())
             outputs += [(_SUMS + 2 * i + j, offset(builder, start, 64 * j)) for j in range(2)]
         for n, output in outputs:
@@ -106,10 +109,10 @@ def _tile(typing_context, sums, row, column, left, right, rows, add):
             else:
                 tiles("tilezero", number(n))
         with cgutils.for_range_slice(builder, word(0), pairs, word(ROWS), inc=True) as (k, _):
-            for i, line in enumerate(lines):
+            for i, line in enumerate(lines(args[4], a0)):
                 start = place(args[3], a, line, (k, types.intp), ir.IntType(32))
                 tiles("tileloadd64", number(_LEFT + i), start, left_stride)
-            right_start = place(args[4], b, k, column, ir.IntType(32))
+            right_start = place(args[5], b, k, column, ir.IntType(32))
             for j in range(2):
                 tiles("tileloadd64", number(_RIGHT + j), offset(builder, right_start, 64 * j), right_stride)
                 for i in range(count):
@@ -120,7 +123,7 @@ def _tile(typing_context, sums, row, column, left, right, rows, add):
         return context.get_dummy_value()
 
     if isinstance(rows, types.IntegerLiteral) and isinstance(add, types.IntegerLiteral):
-        return types.void(sums, row, column, left, right, rows, add), codegen
+        return types.void(sums, row, column, left, left_row, right, rows, add), codegen
 
 
 @njit(**LOOPS)
@@ -142,19 +145,20 @@ def end_products(others):
 
 
 def _product(add: int):
-    @njit(**LOOPS)
-    def multiplied(sums, left, right):
-        rows = len(sums)
-        for column in range(0, sums.shape[1], COLUMNS):
-            for row in range(0, rows - ROWS, 2 * ROWS):
-                _tile(sums, row, column, left, right, 2, add)
+    # As a call, or of slices, it would count who holds which array.
+    @njit(**LOOPS, forceinline=True)
+    def multiplied(sums, first, left, left_first, rows, right):
+        for column in range(0, right.shape[1], COLUMNS):
+            for r in range(0, rows - ROWS, 2 * ROWS):
+                _tile(sums, first + r, column, left, left_first + r, right, 2, add)
             if rows % (2 * ROWS):
-                _tile(sums, rows - ROWS, column, left, right, 1, add)
+                last = rows - ROWS
+                _tile(sums, first + last, column, left, left_first + last, right, 1, add)
 
     return multiplied
 
 
-# ``sums = left @ right`` or ``+=``, between ``begin_products`` and ``end_products``: sums [rows, columns] float32;
-# left [rows, pairs] and right [pairs, columns] int32, each a pair of bfloat16 numbers; rows and pairs in whole
-# multiples of 16, columns of 32.
+# ``sums[first:][:rows] = left[left_first:][:rows] @ right`` or ``+=``, between ``begin_products`` and
+# ``end_products``: sums [.., columns] float32; left [.., pairs] and right [pairs, columns] int32, each a pair of
+# bfloat16 numbers; rows and pairs in whole multiples of 16, columns of 32.
 product, add_product = _product(0), _product(1)

@@ -88,9 +88,46 @@ def round_sixteen(builder, x):
     return builder.bitcast(rounded, ir.VectorType(ir.IntType(16), 16))
 
 
+_FIRST_HALVES, _LAST_HALVES = ([n + i for i in range(8) for n in (first, first + 16)] for first in (0, 8))
+
+
+@intrinsic
+def turn_sixteen(typing_context, array, lines, at, column, turned):
+    """``turned[column + c, at + t] = array[lines[at + t], column + c]`` for c and t below 16.
+
+    Args:
+        array, turned: [.., ..] int32.
+        lines: [..] int64.
+    """
+
+    def codegen(context, builder, signature, args):
+        a, of_lines, t, c, b = signature.args
+        word = ir.IntType(64)
+        first = pointer_to(context, builder, args[1], of_lines, [(args[2], t)], word)
+        rows = []
+        for i in range(16):
+            place = [(builder.load(builder.gep(first, [word(i)])), types.intp), (args[3], c)]
+            rows.append(builder.load(pointer_to(context, builder, args[0], a, place, PAIRS), align=4))
+        # A round gives a column's highest bit to the row, as its lowest, and the row's highest to the column.
+        for _ in range(4):
+            rows = [
+                shuffle(builder, rows[i], rows[i + 8], lanes)
+                for i in range(8)
+                for lanes in (_FIRST_HALVES, _LAST_HALVES)
+            ]
+        column = context.cast(builder, args[3], c, types.intp)
+        for i, row in enumerate(rows):
+            place = [(builder.add(column, word(i)), types.intp), (args[2], t)]
+            builder.store(row, pointer_to(context, builder, args[4], b, place, PAIRS), align=4)
+        return context.get_dummy_value()
+
+    if (array.dtype, lines.dtype, turned.dtype) == (types.int32, types.int64, types.int32):
+        return types.void(array, lines, at, column, turned), codegen
+
+
 @intrinsic(prefer_literal=True)
-def tile_products(typing_context, sums, row, column, left, right, pairs, rows, vectors, add, ahead):
-    """``sums[row + r, column + c] = left[row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.
+def tile_products(typing_context, sums, row, column, left, left_row, right, pairs, rows, vectors, add, ahead):
+    """``sums[row + r, column + c] = left[left_row + r] . right[:, column + c]`` for a tile of r and c; or ``+=``.
 
     Args:
         sums: [.., ..] float32.
@@ -102,15 +139,20 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
     """
 
     def codegen(context, builder, signature, args):
-        s, r0, c0, a, b, p, r, v, accumulate, later = signature.args
+        s, r0, c0, a, a0, b, p, r, v, accumulate, later = signature.args
         word = ir.IntType(64)
         zero = (context.get_constant(types.intp, 0), types.intp)
-        first, column = context.cast(builder, args[1], r0, types.intp), (args[2], c0)
-        height, width = r.literal_value, v.literal_value
-        length = context.cast(builder, args[5], p, types.intp)
-        lines = [(builder.add(first, word(i)), types.intp) for i in range(height)]
-        outputs = [pointer_to(context, builder, args[0], s, [line, column], FLOATS) for line in lines]
-        lefts = [pointer_to(context, builder, args[3], a, [line, zero], ir.IntType(32)) for line in lines]
+        column, height, width = (args[2], c0), r.literal_value, v.literal_value
+        length = context.cast(builder, args[6], p, types.intp)
+
+        def lines(array, kind, first, first_kind, column, element):
+            first = context.cast(builder, first, first_kind, types.intp)
+            for i in range(height):
+                line = (builder.add(first, word(i)), types.intp)
+                yield pointer_to(context, builder, array, kind, [line, column], element)
+
+        outputs = list(lines(args[0], s, args[1], r0, column, FLOATS))
+        lefts = list(lines(args[3], a, args[4], a0, zero, ir.IntType(32)))
         # LLVM keeps these in registers for the length of the loop.
         tile = [
             cgutils.alloca_once_value(
@@ -121,7 +163,7 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
             for j in range(width)
         ]
         with cgutils.for_range(builder, length) as loop:
-            place = pointer_to(context, builder, args[4], b, [(loop.index, types.intp), column], PAIRS)
+            place = pointer_to(context, builder, args[5], b, [(loop.index, types.intp), column], PAIRS)
             if later.literal_value:
                 far = builder.gep(place, [word(later.literal_value * width)])
                 for j in range(width):
@@ -138,7 +180,7 @@ def tile_products(typing_context, sums, row, column, left, right, pairs, rows, v
 
     constants = rows, vectors, add, ahead
     if all(isinstance(constant, types.IntegerLiteral) for constant in constants):
-        return types.void(sums, row, column, left, right, pairs, *constants), codegen
+        return types.void(sums, row, column, left, left_row, right, pairs, *constants), codegen
 
 
 ROWS, COLUMNS = 4, 64
@@ -157,20 +199,21 @@ def end_products(others):
 
 
 def _product(add: int):
-    @njit(**LOOPS)
-    def multiplied(sums, left, right):
+    # As a call, or of slices, it would count who holds which array.
+    @njit(**LOOPS, forceinline=True)
+    def multiplied(sums, first, left, left_first, rows, right):
         pairs, columns = right.shape
         whole = columns // COLUMNS * COLUMNS
         for column in range(0, whole, COLUMNS):
-            for row in range(0, len(sums), ROWS):
-                tile_products(sums, row, column, left, right, pairs, ROWS, 4, add, 0)
+            for r in range(0, rows, ROWS):
+                tile_products(sums, first + r, column, left, left_first + r, right, pairs, ROWS, 4, add, 0)
         if columns > whole:
-            for row in range(0, len(sums), ROWS):
-                tile_products(sums, row, whole, left, right, pairs, ROWS, 2, add, 0)
+            for r in range(0, rows, ROWS):
+                tile_products(sums, first + r, whole, left, left_first + r, right, pairs, ROWS, 2, add, 0)
 
     return multiplied
 
 
-# ``sums = left @ right`` or ``+=``: sums [rows, columns] float32; left [rows, pairs] and right [pairs, columns]
-# int32, each a pair of bfloat16 numbers; rows in whole multiples of 4, columns of 32.
+# ``sums[first:][:rows] = left[left_first:][:rows] @ right`` or ``+=``: sums [.., columns] float32; left [.., pairs]
+# and right [pairs, columns] int32, each a pair of bfloat16 numbers; rows in whole multiples of 4, columns of 32.
 product, add_product = _product(0), _product(1)

@@ -143,7 +143,7 @@ def in_whole_tiles(x):
 def _by_amx(x, lines, block):
     pairs = x.shape[1]
     sums = np.empty((len(x), lines.shape[1]), np.float32)
-    amx_product(sums, x, lines[block * pairs : (block + 1) * pairs])
+    amx_product(sums, 0, x, 0, len(x), lines[block * pairs : (block + 1) * pairs])
     return sums
 
 
@@ -152,9 +152,9 @@ def _tile(ahead: int):
     def tile(sums, row, left, right):
         pairs = right.shape[0]
         if right.shape[1] == 64:
-            tile_products(sums, row, 0, left, right, pairs, ROWS, 4, _ADD, ahead)
+            tile_products(sums, row, 0, left, row, right, pairs, ROWS, 4, _ADD, ahead)
         else:
-            tile_products(sums, row, 0, left, right, pairs, ROWS, 2, _ADD, ahead)
+            tile_products(sums, row, 0, left, row, right, pairs, ROWS, 2, _ADD, ahead)
 
     return tile
 

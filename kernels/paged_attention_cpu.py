@@ -38,7 +38,7 @@ from fathom.kernels.numba_cpu import (
     match_torch_threads,
     prefetch,
 )
-from fathom.kernels.softmax_cpu import fold_block
+from fathom.kernels.softmax_cpu import KEYS_PER_BLOCK, PARTS, raise_top, unit_of_top, weigh
 from fathom.kernels.work_sharing_cpu import on_threads, take
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 KEYS_PER_TASK = 512
 COMPACT_PER_TASK = 4096
-KEYS_PER_BLOCK = 64
 KEYS_AHEAD = 32
 """How far ahead keys and values are asked for: the processor does not guess which four come next."""
 
@@ -338,7 +337,7 @@ def _attend_to_keys(thread, threads, taken, given, sizes):
             squares = np.empty((many, block), np.float32)
             acc = np.zeros((total_rows, value_dim), np.float32)
             top = np.full(total_rows, -np.inf, np.float32)
-            total = np.zeros(total_rows, np.float32)
+            totals = np.zeros((total_rows, PARTS), np.float32)
             paged, line, kept = row[i] >= 0, max(row[i], 0), max(evidence_row[b], 0)
             keep = paged and evidence_row[b] >= 0 and len(norms) > 0
             keys, key_slot, key_head, values, value_slot, value_head = pool if paged else compact
@@ -391,7 +390,9 @@ def _attend_to_keys(thread, threads, taken, given, sizes):
                         kept_scores, own_scores = logits[kept, h0 + x // rows, x % rows], scores[x]
                         for t in range(n):
                             kept_scores[begin + t] = own_scores[t]
-                    fold_block(scores[x], np.float32(1), weights[x], acc[x], top, total, x)
+                    raise_top(scores, x, np.float32(1), weights, acc, top, totals, x)
+                for x in range(total_rows):
+                    weigh(scores, x, np.float32(1), weights, x, top, totals, x)
                 for t in range(0, n, 4):
                     lines = four_lines(slots, paged, begin + t, last, value_slot, value_line)
                     later = four_lines(slots, paged, begin + t + ahead, horizon, value_slot, value_line)
@@ -403,7 +404,7 @@ def _attend_to_keys(thread, threads, taken, given, sizes):
                 for d in range(value_dim):
                     partial[i, x, d] = acc[x, d]
                 partial_max[i, x] = top[x]
-                partial_sum[i, x] = total[x]
+                partial_sum[i, x] = totals[x].sum()
 
     return attend
 
@@ -415,7 +416,8 @@ def _mix(thread, threads, query, tasks, partials, results, sizes):
 @overload(_mix, jit_options=INNER, prefer_literal=True)
 def _mix_parts(thread, threads, query, tasks, partials, results, sizes):
     group, value_dim = literal_values(sizes)
-    places = places_of_sums(value_dim, query.dtype == types.uint16)
+    products = query.dtype == types.uint16
+    places, unit = places_of_sums(value_dim, products), np.float32(unit_of_top(products))
 
     def mix(thread, threads, query, tasks, partials, results, sizes):
         _, _, head, heads, _, _, first, _, _, queries, _, _, _, _ = tasks
@@ -439,11 +441,11 @@ def _mix_parts(thread, threads, query, tasks, partials, results, sizes):
                     for i in range(first[b], first[b + 1]):
                         if head[i] <= h < head[i] + heads[i]:
                             x = (h - head[i]) * rows + r
-                            weight = np.float32(math.exp(partial_max[i, x] - top_all))
+                            weight = np.float32(math.exp((partial_max[i, x] - top_all) * unit))
                             total_all += weight * partial_sum[i, x]
                             for d in range(value_dim):
                                 mixed[d] += weight * partial[i, x, d]
-                lse[at, of] = top_all + math.log(total_all)
+                lse[at, of] = top_all * unit + math.log(total_all)
                 for d in range(value_dim):
                     output[at, of, d] = mixed[places[d]] / total_all if total_all > 0 else np.float32(0)
 

@@ -10,28 +10,29 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.amx_cpu import has_amx
+from fathom.kernels.bfloat16_cpu import turn_sixteen
 from fathom.kernels.kv_pair import KvPair
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
+    LINE_BYTES,
     as_array,
     from_float32,
     match_torch_threads,
 )
 from fathom.kernels.paged_attention_cpu import EVERYTHING
-from fathom.kernels.softmax_cpu import fold_block
+from fathom.kernels.softmax_cpu import KEYS_PER_BLOCK, PARTS, raise_top, weigh
 from fathom.kernels.work_sharing_cpu import take
 
 if has_amx():
-    from fathom.kernels.amx_cpu import COLUMNS, ROWS, add_product, begin_products, end_products, product
+    from fathom.kernels.amx_cpu import ROWS, add_product, begin_products, end_products, product
 else:
-    from fathom.kernels.bfloat16_cpu import COLUMNS, ROWS, add_product, begin_products, end_products, product
+    from fathom.kernels.bfloat16_cpu import ROWS, add_product, begin_products, end_products, product
 
 TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
 
-KEYS_PER_BLOCK = 64
-ROWS_TOGETHER = 32
-"""Rows whose scores of a block stay in a core's nearest cache until they are used."""
+ROWS_TOGETHER = 16
+"""Rows whose scores of a block are weighed while those of the next ones are computed."""
 
 
 def plan_tiles(
@@ -108,12 +109,17 @@ def warm_up() -> None:
     prefill_attention(query, (query, query), np.zeros(1, np.int32), tiles, 1.0, torch.empty_like(query))
 
 
+@njit(**APPROXIMATE)
+def _zeros(rows, size):
+    """[rows, size] zero bytes that begin at a line of the processor's caches: products read them faster."""
+    space = np.zeros(rows * size + LINE_BYTES, np.uint8)
+    begin = -space.ctypes.data % LINE_BYTES
+    return space[begin : begin + rows * size].reshape(rows, size)
+
+
 @njit(parallel=True, **APPROXIMATE)
 def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, reach, threads):
     pairs, value_dim = query.shape[2], output.shape[2]
-    # Columns that lie together for a product.
-    panel, value_panel = COLUMNS, COLUMNS if value_dim % COLUMNS == 0 else 32
-    panels, value_panels = KEYS_PER_BLOCK // panel, value_dim // value_panel
     keys, key_slot, key_head = key_lines
     values, value_slot, value_head = value_lines
     # One list for all threads.
@@ -128,68 +134,76 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
             key_line, value_line = h * key_head, h * value_head
             rows = count * group
             whole = (rows + ROWS - 1) // ROWS * ROWS
-            q = np.zeros((whole, pairs), np.int32)
+            q = _zeros(whole, 4 * pairs).view(np.int32)
             for x in range(rows):
-                given = query[at + x // group, h * group + x % group]
                 for d in range(pairs):
-                    q[x, d] = given[d]
-            scores = np.empty((ROWS_TOGETHER, KEYS_PER_BLOCK), np.float32)
-            weights = np.zeros((ROWS_TOGETHER, KEYS_PER_BLOCK), np.uint16)
+                    q[x, d] = query[at + x // group, h * group + x % group, d]
+            scores = _zeros(2 * ROWS_TOGETHER, 4 * KEYS_PER_BLOCK).view(np.float32)
+            weights = _zeros(ROWS_TOGETHER, 2 * KEYS_PER_BLOCK).view(np.uint16)
             weight_pairs = weights.view(np.int32)
-            sums = np.zeros((whole, value_dim), np.float32)
+            sums = _zeros(whole, 4 * value_dim).view(np.float32)
             top = np.full(rows, -np.inf, np.float32)
-            total = np.zeros(rows, np.float32)
+            totals = _zeros(rows, 4 * PARTS).view(np.float32)
+            key_places = np.empty(KEYS_PER_BLOCK, np.int64)
             # Pairs of a key's elements, and pairs of two keys' values, where products read them.
-            key_pairs = np.zeros((panels, pairs, panel), np.int32)
-            mixed_values = np.zeros((value_panels, KEYS_PER_BLOCK // 2, 2 * value_panel), np.uint16)
+            key_pairs = _zeros(pairs, 4 * KEYS_PER_BLOCK).view(np.int32)
+            mixed_values = _zeros(KEYS_PER_BLOCK // 2, 4 * value_dim).view(np.uint16)
             value_pairs = mixed_values.view(np.int32)
             for begin in range(first, end, KEYS_PER_BLOCK):
                 n = min(KEYS_PER_BLOCK, end - begin)
-                for t in range(n):
-                    key = keys[slots[begin + t] * key_slot + key_line]
-                    lines, column = key_pairs[t // panel], t % panel
-                    for d in range(pairs):
-                        lines[d, column] = key[d]
+                # The last key stands in for those behind it, whose weights are nothing.
+                for t in range(KEYS_PER_BLOCK):
+                    key_places[t] = slots[min(begin + t, end - 1)] * key_slot + key_line
+                for t in range(0, KEYS_PER_BLOCK, 16):
+                    for d in range(0, pairs, 16):
+                        turn_sixteen(keys, key_places, t, d, key_pairs)
                 for t in range(0, n, 2):
-                    # The last key stands in for one behind it, whose weight is nothing.
-                    one = values[slots[begin + t] * value_slot + value_line]
-                    two = values[slots[min(begin + t + 1, end - 1)] * value_slot + value_line]
-                    for c in range(value_panels):
-                        mixed, start = mixed_values[c, t // 2], c * value_panel
-                        for d in range(value_panel):
-                            mixed[2 * d] = one[start + d]
-                            mixed[2 * d + 1] = two[start + d]
+                    one = slots[begin + t] * value_slot + value_line
+                    two = slots[min(begin + t + 1, end - 1)] * value_slot + value_line
+                    for d in range(value_dim):
+                        mixed_values[t // 2, 2 * d] = values[one, d]
+                        mixed_values[t // 2, 2 * d + 1] = values[two, d]
                 if n < KEYS_PER_BLOCK:
-                    mixed_values[:, (n + 1) // 2 :] = 0
+                    mixed_values[(n + 1) // 2 :] = 0
                 # Whether some query of the tile does not see all keys of the block.
                 partly = begin + KEYS_PER_BLOCK > end - count + 1 or end - 1 - reach > begin
-                for row in range(0, rows, ROWS_TOGETHER):
-                    last = min(row + ROWS_TOGETHER, rows) - 1
-                    seen = min(end - count + last // group + 1 - begin, n)
-                    if seen <= 0:
-                        continue
-                    here = (seen + panel - 1) // panel
-                    lines = min(ROWS_TOGETHER, whole - row)
-                    for j in range(here):
-                        columns = slice(j * panel, (j + 1) * panel)
-                        product(scores[:lines, columns], q[row : row + lines], key_pairs[j])
-                    here *= panel
-                    for x in range(row, last + 1):
-                        score = scores[x - row, :here]
-                        if partly:
+                # The first row that sees a key of the block is one of these.
+                unseen = max(begin - (end - count), 0) * group // ROWS_TOGETHER * ROWS_TOGETHER
+                product(scores, 0, q, unseen, min(ROWS_TOGETHER, whole - unseen), key_pairs)
+                for row in range(unseen, rows, ROWS_TOGETHER):
+                    own = (row - unseen) // ROWS_TOGETHER % 2 * ROWS_TOGETHER
+                    # AMX's unit works on the rows behind these and before them while the vectors' works on these.
+                    later = row + ROWS_TOGETHER
+                    if later < rows:
+                        product(
+                            scores,
+                            ROWS_TOGETHER - own,
+                            q,
+                            later,
+                            min(ROWS_TOGETHER, whole - later),
+                            key_pairs,
+                        )
+                    if row > unseen:
+                        add_product(sums, row - ROWS_TOGETHER, weight_pairs, 0, ROWS_TOGETHER, value_pairs)
+                    last = min(later, rows)
+                    if partly:
+                        for x in range(row, last):
                             visible = end - count + x // group + 1 - begin
-                            for t in range(max(visible, 0), len(score)):
-                                score[t] = -np.inf
-                            for t in range(min(visible - 1 - reach, len(score))):
-                                score[t] = -np.inf
-                        weight = weights[x - row, :here]
-                        fold_block(score, scale, weight, sums[x], top, total, x)
-                    left = weight_pairs[:lines, : here // 2]
-                    for c in range(value_panels):
-                        columns = slice(c * value_panel, (c + 1) * value_panel)
-                        add_product(sums[row : row + lines, columns], left, value_pairs[c, : here // 2])
+                            for t in range(max(visible, 0), KEYS_PER_BLOCK):
+                                scores[own + x - row, t] = -np.inf
+                            for t in range(min(visible - 1 - reach, KEYS_PER_BLOCK)):
+                                scores[own + x - row, t] = -np.inf
+                    for x in range(row, last):
+                        raise_top(scores, own + x - row, scale, weights, sums, top, totals, x)
+                    for x in range(row, last):
+                        weigh(scores, own + x - row, scale, weights, x - row, top, totals, x)
+                rest = (rows - 1) // ROWS_TOGETHER * ROWS_TOGETHER
+                add_product(sums, rest, weight_pairs, 0, whole - rest, value_pairs)
             for x in range(rows):
-                result, factor = output[at + x // group, h * group + x % group], np.float32(1) / total[x]
+                result, factor = (
+                    output[at + x // group, h * group + x % group],
+                    np.float32(1) / totals[x].sum(),
+                )
                 for d in range(value_dim):
                     result[d] = from_float32(sums[x, d] * factor, result)
         end_products(others)

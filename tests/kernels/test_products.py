@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from fathom.kernels.amx_cpu import has_amx, store_tiles
-from fathom.kernels.bfloat16_cpu import has_bfloat16_products
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products, turn_sixteen
 
 pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
 needs_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
@@ -16,7 +16,7 @@ needs_amx = pytest.mark.skipif(not has_amx(), reason="the processor has no AMX")
 
 @pytest.fixture(scope="module", params=["bfloat16_cpu", pytest.param("amx_cpu", marks=needs_amx)])
 def multiplied(request):
-    """Its argument is whether to add: ``sums = left @ right`` or ``+=``, between begin and end."""
+    """``sums[1:][:rows] = left[2:][:rows] @ right`` or ``+=`` if that is to be added, between begin and end."""
     module = importlib.import_module(f"fathom.kernels.{request.param}")
     begin, end, product, add_product = (
         module.begin_products,
@@ -26,12 +26,12 @@ def multiplied(request):
     )
 
     @njit
-    def run(sums, left, right, add):
+    def run(sums, left, rows, right, add):
         others = begin()
         if add:
-            add_product(sums, left, right)
+            add_product(sums, 1, left, 2, rows, right)
         else:
-            product(sums, left, right)
+            product(sums, 1, left, 2, rows, right)
         end(others)
 
     return run
@@ -45,22 +45,39 @@ def test_products_of_matrices(multiplied, rows, inputs, columns, apart):
     torch.manual_seed(rows)
     left, right = torch.randn(rows, inputs).bfloat16(), torch.randn(inputs, columns).bfloat16()
     pairs = right.view(inputs // 2, 2, columns).transpose(1, 2).contiguous().view(torch.int32)
-    # Parts of wider arrays, as attention has them.
-    wide = torch.full((rows, inputs + 2 * apart), torch.nan, dtype=torch.bfloat16)
-    wide[:, :inputs] = left
-    given = wide.view(torch.int32).numpy()[:, : inputs // 2]
-    memory = np.full((rows + 1, columns + apart), np.nan, np.float32)
-    sums = memory[:rows, :columns]
+    # Parts of wider and longer arrays, as attention has them.
+    wide = torch.full((rows + 2, inputs + 2 * apart), torch.nan, dtype=torch.bfloat16)
+    wide[2:, :inputs] = left
+    given, right_pairs = wide.view(torch.int32).numpy()[:, : inputs // 2], pairs.squeeze(-1).numpy()
+    memory = np.full((rows + 2, columns + apart), np.nan, np.float32)
+    sums = memory[1:-1, :columns]
     want = left.double() @ right.double()
     bound = 1e-5 * (left.double().abs() @ right.double().abs())
     for times, add in enumerate((False, True, True), start=1):
-        multiplied(sums, given, pairs.squeeze(-1).numpy(), add)
+        multiplied(memory[:, :columns], given, rows, right_pairs, add)
         assert (np.abs(sums - times * want.numpy()) <= times * bound.numpy()).all()
-    assert np.isnan(memory[rows]).all() and np.isnan(memory[:, columns:]).all(), "nothing else is written"
-    alone = np.empty((16, columns), np.float32)
-    multiplied(alone, given[-16:], pairs.squeeze(-1).numpy(), False)
-    multiplied(sums, given, pairs.squeeze(-1).numpy(), False)
-    assert np.array_equal(alone, sums[-16:]), "a row does not depend on its company"
+    assert np.isnan(memory[[0, -1]]).all() and np.isnan(memory[:, columns:]).all(), "nothing else is written"
+    alone = np.empty((17, columns), np.float32)
+    multiplied(alone, given[-18:], 16, right_pairs, False)
+    multiplied(memory[:, :columns], given, rows, right_pairs, False)
+    assert np.array_equal(alone[1:], sums[-16:]), "a row does not depend on its company"
+
+
+@pytest.mark.parametrize("at", [0, 16, 48])
+def test_lines_are_turned(at):
+    generator = np.random.default_rng(at)
+    array = generator.integers(-(2**31), 2**31, (90, 32)).astype(np.int32)
+    lines = generator.integers(0, 90, 64)
+
+    @njit
+    def run(turned):
+        turn_sixteen(array, lines, at, 16, turned)
+
+    turned = np.zeros((40, 64), np.int32)
+    run(turned)
+    want = np.zeros_like(turned)
+    want[16:32, at : at + 16] = array[lines[at : at + 16], 16:].T
+    assert np.array_equal(turned, want)
 
 
 @needs_amx
