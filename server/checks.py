@@ -249,8 +249,11 @@ def demo_model(name: str = "target") -> Path:
     raise StartError("--demo: this installation has no demo model; give a model with --model-path", FAILURE)
 
 
-def check_model(model: str, option: str = "--model-path") -> None:
+def check_model(model: str, option: str = "--model-path", config: str | None = "config.json") -> None:
     """See that a model can be found: a local folder, a file, or a repository on Hugging Face.
+
+    Args:
+        config: the file that tells of it, a JSON object; None where there need not be one.
 
     Raises:
         StartError: when there is none.
@@ -263,28 +266,43 @@ def check_model(model: str, option: str = "--model-path") -> None:
     ):
         return
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise StartError(f"{option} {model}: the folder has no config.json")
-        try:
-            config = json.loads((path / "config.json").read_text())
-        except OSError as error:
-            raise StartError(f"{option} {model}: its config.json: {error.strerror}") from None
-        except ValueError:
-            raise StartError(f"{option} {model}: its config.json is not valid JSON") from None
-        if not isinstance(config, dict):
-            raise StartError(f"{option} {model}: its config.json is not a JSON object")
+        if config is None:
+            return
+        if not (path / config).is_file():
+            raise StartError(f"{option} {model}: the folder has no {config}")
+        read_object(path / config, f"{option} {model}: its {config}")
         return
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise StartError(f"{option} {model}: no such folder or file")
-    _check_repository(model, option)
+    _check_repository(model, option, config or "tokenizer_config.json")
 
 
-def _check_repository(model: str, option: str) -> None:
+def read_object(file: Path, name: str) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Args:
+        name: of the file, in messages.
+
+    Raises:
+        StartError: when it has none.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise StartError(f"{name}: {error.strerror}") from None
+    except ValueError:
+        raise StartError(f"{name} is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise StartError(f"{name} is not a JSON object")
+    return content
+
+
+def _check_repository(model: str, option: str, config: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        if isinstance(try_to_load_from_cache(model, config), str):
             return
         HfApi().model_info(model, timeout=10)
     except (RepositoryNotFoundError, HFValidationError):

@@ -11,6 +11,7 @@ from fathom.server import admission, checks, config_file, flags, memory_flags
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
 from fathom.server.context import Face
+from fathom.server.files import Files
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
@@ -56,6 +57,7 @@ class Plan:
         profile: file of what was measured for the model, or None.
         verbose: whether to show tracebacks.
         reading: where the vocabularies of the model and its draft are read from.
+        files: that SGLang's options name.
         gpu_depth_pages: whether depth pages are wanted on a GPU; None for any that takes them.
     """
 
@@ -74,6 +76,7 @@ class Plan:
     profile: Path | None
     verbose: bool
     reading: checks.Reading
+    files: Files
     gpu_depth_pages: bool | None = None
 
 
@@ -151,6 +154,7 @@ def _engine_parser() -> Parser:
     result.add_argument(*SGLANGS_DRAFT)
     result.add_argument("--served-model-name")
     checks.add_options(result)
+    Files.add_arguments(result)
     return result
 
 
@@ -217,6 +221,7 @@ def plan(argv: list[str]) -> Plan:
         profile=own.profile,
         verbose=engine.log_level == "debug",
         reading=checks.Reading.given(engine),
+        files=Files.given(engine),
         gpu_depth_pages=own.gpu_depth_pages,
     )
 
