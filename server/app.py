@@ -153,6 +153,7 @@ def launch(
         responses,
         templates,
         tool_arguments,
+        tool_blocks,
         tool_calls,
     )
     from fathom.server.drain import ServingTokenizerManager
@@ -204,6 +205,7 @@ def launch(
     tool_calls.install()
     tool_arguments.install()
     glm_calls.install()
+    tool_blocks.install()
     ollama.install()
     parsers.install()
     detokenize.install()

@@ -20,13 +20,6 @@ OF_GLM_47 = r"<tool_call>(.*?)(?:(<arg_key.*?))?(?:(</tool_call>)|$)"
 _increment = Glm4MoeDetector.parse_streaming_increment
 
 
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    Glm4MoeDetector.parse_streaming_increment = increment
-    Glm4MoeDetector._STREAMING_PARTIAL_PATTERN = SimpleNamespace(search=call_of_glm45)
-    glm47_moe_detector.re = SimpleNamespace(**{**vars(re), "search": search})
-
-
 class Call:
     """What a match of one of the patterns says of a call: its name, its arguments and what closes it."""
 
@@ -87,3 +80,17 @@ def _end(text: str, begin: int) -> tuple[int, str]:
     if (end := text.find(CLOSE, begin)) >= 0:
         return end, CLOSE
     return max(begin, len(text) - text.endswith("\n")), ""
+
+
+PLACES: tuple[tuple[Any, str, Any], ...] = (
+    (Glm4MoeDetector, "parse_streaming_increment", increment),
+    (Glm4MoeDetector, "_STREAMING_PARTIAL_PATTERN", SimpleNamespace(search=call_of_glm45)),
+    (glm47_moe_detector, "re", SimpleNamespace(**{**vars(re), "search": search})),
+)
+"""SGLang's, and what we put there."""
+
+
+def install() -> None:
+    """Put our functions in SGLang's places."""
+    for place in PLACES:
+        setattr(*place)

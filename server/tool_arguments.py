@@ -26,7 +26,6 @@ from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
-from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 
 Increment = Callable[[Any, str, Any], StreamingParseResult]
 _read = base_format_detector._partial_json_loads
@@ -34,18 +33,6 @@ _increment = Llama32Detector.parse_streaming_increment
 _mistrals = MistralDetector.parse_streaming_increment
 _whole_mistrals = MistralDetector.detect_and_parse
 _pythonic = PythonicDetector.parse_streaming_increment
-_qwens = Qwen25Detector.parse_streaming_increment
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    base_format_detector._partial_json_loads = read
-    base_format_detector._find_common_prefix = common_prefix
-    Llama32Detector.parse_streaming_increment = text_first(increment)
-    Qwen25Detector.parse_streaming_increment = text_first(_qwens)
-    MistralDetector.parse_streaming_increment = of_mistral
-    MistralDetector.detect_and_parse = of_whole_mistral
-    PythonicDetector.parse_streaming_increment = of_python
 
 
 def text_first(increment: Increment) -> Increment:
@@ -71,14 +58,22 @@ def text_first(increment: Increment) -> Increment:
     return with_text
 
 
-def increment(self: Any, new_text: str, tools: Any) -> Any:
-    """SGLang's for Llama, if the call is a Python dictionary."""
+def increment(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for Llama, if the call is a Python dictionary; behind a text no call begins without the mark."""
+    if getattr(self, "said", False) and self.current_tool_id < 0 and not self.current_tool_name_sent:
+        text = self._buffer + new_text
+        if self.bot_token not in text:
+            kept = self._ends_with_partial_token(text, self.bot_token)
+            self._buffer = text[len(text) - kept :]
+            return StreamingParseResult(normal_text=text[: len(text) - kept])
     before, _, behind = (self._buffer + new_text).partition(self.bot_token)
     call = (behind or before).lstrip(self.tool_call_separator + " \t\r\n")
     # SGLang's leaves the buffer with other quotes.
     self.of_python = getattr(self, "of_python", False) or call.startswith("{'")
     of = _increment if self.of_python else BaseFormatDetector.parse_streaming_increment
-    return of(self, new_text, tools)
+    found: StreamingParseResult = of(self, new_text, tools)
+    self.said = getattr(self, "said", False) or bool((found.normal_text or "").strip())
+    return found
 
 
 def with_blank(self: Any, text: str) -> str:
@@ -183,3 +178,20 @@ def common_prefix(one: str, other: str) -> str:
         else:
             most = middle - 1
     return one[:least]
+
+
+PLACES: tuple[tuple[Any, str, Any], ...] = (
+    (base_format_detector, "_partial_json_loads", read),
+    (base_format_detector, "_find_common_prefix", common_prefix),
+    (Llama32Detector, "parse_streaming_increment", text_first(increment)),
+    (MistralDetector, "parse_streaming_increment", of_mistral),
+    (MistralDetector, "detect_and_parse", of_whole_mistral),
+    (PythonicDetector, "parse_streaming_increment", of_python),
+)
+"""SGLang's, and what we put there."""
+
+
+def install() -> None:
+    """Put our functions in SGLang's places."""
+    for place in PLACES:
+        setattr(*place)

@@ -37,13 +37,88 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "new_text tools",
         reads_attributes("_buffer parse_streaming_increment"),
     ),
+    *(
+        relies_on(
+            SERVER,
+            f"function_call.{module}:{detector}.parse_streaming_increment",
+            "replace",
+            "calls in JSON are read by the base class, which is not given what is around them",
+            "new_text tools",
+            reads_attributes("parse_streaming_increment normal_text"),
+        )
+        for module, detector in (
+            ("qwen25_detector", "Qwen25Detector"),
+            ("hermes_detector", "HermesDetector"),
+        )
+    ),
+    *(
+        relies_on(SERVER, f"function_call.{module}:{detector}.{method}", use, why, parameters)
+        for module, detector in (
+            ("deepseekv3_detector", "DeepSeekV3Detector"),
+            ("deepseekv31_detector", "DeepSeekV31Detector"),
+            ("gigachat3_detector", "GigaChat3Detector"),
+            ("internlm_detector", "InternlmDetector"),
+            ("mimo_detector", "MiMoDetector"),
+            ("minicpm5_detector", "MiniCPM5Detector"),
+            ("minimax_m2", "MinimaxM2Detector"),
+            ("step3_detector", "Step3Detector"),
+        )
+        for method, use, why, parameters in (
+            (
+                "parse_streaming_increment",
+                "replace",
+                "a block of calls is told when it is closed",
+                "new_text tools",
+            ),
+            ("detect_and_parse", "call", "reads a block of calls as that of a whole answer", "text tools"),
+        )
+    ),
     relies_on(
         SERVER,
-        "function_call.qwen25_detector:Qwen25Detector.parse_streaming_increment",
+        "function_call.kimik2_detector:KimiK2Detector.parse_streaming_increment",
         "replace",
-        "a text before a call is told, also in one piece with it",
+        "is given no mark in two pieces",
         "new_text tools",
-        reads_attributes("parse_streaming_increment normal_text"),
+        reads_attributes("_buffer"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.gpt_oss_detector:GptOssDetector.parse_streaming_increment",
+        "replace",
+        "is given one message at a time; of plain text its parser of messages is made anew",
+        "new_text tools",
+        reads_attributes("_buffer harmony_parser parse"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.deepseekv32_detector:DeepSeekV32Detector.parse_streaming_increment",
+        "replace",
+        "line ends between calls are no text",
+        "new_text tools",
+        reads_attributes("current_tool_id"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.base_format_detector:BaseFormatDetector.finish",
+        "replace",
+        "what is kept for the begin of a mark is text when a stream ends",
+        "tools",
+    ),
+    relies_on(
+        SERVER,
+        "function_call.function_call_parser:FunctionCallParser.parse_stream_end",
+        "read",
+        "asks the detector for what it has kept",
+        "",
+        reads_attributes("detector finish"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.function_call_parser:FunctionCallParser.parse_non_stream",
+        "replace",
+        "the text of a whole answer is what a stream of it says",
+        "full_text",
+        reads_attributes("detector has_tool_call detect_and_parse"),
     ),
     relies_on(
         SERVER,

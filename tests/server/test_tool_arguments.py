@@ -16,15 +16,11 @@ torchvision_ops.declare()
 
 from partial_json_parser.core.options import Allow  # noqa: E402
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
-from sglang.srt.function_call import base_format_detector, glm47_moe_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
-from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector  # noqa: E402
-from sglang.srt.function_call.llama32_detector import Llama32Detector  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
 from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
-from sglang.srt.function_call.qwen25_detector import Qwen25Detector  # noqa: E402
 
-from fathom.server import glm_calls, tool_arguments  # noqa: E402
+from fathom.server import glm_calls, tool_arguments, tool_blocks  # noqa: E402
 
 HALF = re.compile(r"\\u[dD][89abAB]..(\\(u([dD](.(.)?)?)?)?)?$")
 """The begin of a character that JSON may write as two: SGLang reads half of it, and we nothing."""
@@ -70,12 +66,12 @@ def test_what_two_texts_begin_with(one, other):
 @pytest.fixture
 def with_ours(monkeypatch):
     """Installs our functions; what is SGLang's comes back."""
-    places = [(base_format_detector, name) for name in ("_partial_json_loads", "_find_common_prefix")]
-    detectors = Llama32Detector, MistralDetector, PythonicDetector, Qwen25Detector
-    places.append((MistralDetector, "detect_and_parse"))
-    for place, name in [*places, *((detector, "parse_streaming_increment") for detector in detectors)]:
-        monkeypatch.setattr(place, name, getattr(place, name))
-    return tool_arguments.install
+
+    def install():
+        for place in tool_arguments.PLACES + tool_blocks.PLACES:
+            monkeypatch.setattr(*place)
+
+    return install
 
 
 LINES = "".join(f"    x{i} = {{'a': [{i}, \"é\"], 'b': f({i})}}  # \\ note\n" for i in range(30))
@@ -136,26 +132,11 @@ def test_a_call_of_a_llama_that_is_a_dictionary(with_ours):
     assert items_of("llama3", text) == stock and arguments_in(stock)
 
 
-OURS = (
-    (base_format_detector, "_partial_json_loads", tool_arguments.read),
-    (base_format_detector, "_find_common_prefix", tool_arguments.common_prefix),
-    (MistralDetector, "parse_streaming_increment", tool_arguments.of_mistral),
-    (MistralDetector, "detect_and_parse", tool_arguments.of_whole_mistral),
-    (PythonicDetector, "parse_streaming_increment", tool_arguments.of_python),
-    (
-        Llama32Detector,
-        "parse_streaming_increment",
-        tool_arguments.text_first(tool_arguments.increment),
-    ),
-    (Qwen25Detector, "parse_streaming_increment", tool_arguments.text_first(tool_arguments._qwens)),
-)
-
-
 @contextmanager
 def ours_in_place():
     """For one example of hypothesis, which takes no fixture for it."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in OURS:
+        for place in tool_arguments.PLACES + tool_blocks.PLACES:
             patch.setattr(*place)
         yield
 
@@ -258,10 +239,8 @@ def test_a_call_that_is_told_at_its_end_is_looked_at_there(with_ours, monkeypatc
 def with_our_glm():
     """For all examples of hypothesis."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("parse_streaming_increment", "_STREAMING_PARTIAL_PATTERN"):
-            patch.setattr(Glm4MoeDetector, name, getattr(Glm4MoeDetector, name))
-        patch.setattr(glm47_moe_detector, "re", re)
-        glm_calls.install()
+        for place in glm_calls.PLACES:
+            patch.setattr(*place)
         yield
 
 

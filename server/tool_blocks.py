@@ -1,0 +1,276 @@
+"""Tool calls between marks: streamed they are the calls, and the text around them the text, of the whole answer.
+
+Many of SGLang's parsers lose calls or text of a stream whose pieces are not single tokens, as where drafts are
+accepted or a client asks for longer pieces, and tell half a mark as text. And of an answer that is not streamed
+most leave out the text behind the first call, which they stream.
+
+Here a call of the JSON formats (Qwen, Hermes) is given to SGLang's reader of JSON alone, without what is around
+it. Of other formats whose parsers are not sound a block of calls is told when it is closed, as SGLang's parser for
+whole answers reads it. And the text of a whole answer is what a stream of it says.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.core_types import StreamingParseResult
+from sglang.srt.function_call.deepseekv3_detector import DeepSeekV3Detector
+from sglang.srt.function_call.deepseekv31_detector import DeepSeekV31Detector
+from sglang.srt.function_call.deepseekv32_detector import DeepSeekV32Detector
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.gigachat3_detector import GigaChat3Detector
+from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
+from sglang.srt.function_call.hermes_detector import HermesDetector
+from sglang.srt.function_call.internlm_detector import InternlmDetector
+from sglang.srt.function_call.kimik2_detector import KimiK2Detector
+from sglang.srt.function_call.mimo_detector import MiMoDetector
+from sglang.srt.function_call.minicpm5_detector import MiniCPM5Detector
+from sglang.srt.function_call.minimax_m2 import MinimaxM2Detector
+from sglang.srt.function_call.qwen25_detector import Qwen25Detector
+from sglang.srt.function_call.step3_detector import Step3Detector
+
+Increment = Callable[[Any, str, Any], StreamingParseResult]
+
+BLOCKS: dict[type[BaseFormatDetector], tuple[str, str]] = {
+    DeepSeekV3Detector: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    DeepSeekV31Detector: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    GigaChat3Detector: ("<|function_call|>", "</s>"),
+    InternlmDetector: ("<|action_start|> <|plugin|>", "<|action_end|>"),
+    MiMoDetector: ("<tool_call>", "</tool_call>"),
+    MiniCPM5Detector: ("<function", "</function>"),
+    MinimaxM2Detector: ("<minimax:tool_call>", "</minimax:tool_call>"),
+    Step3Detector: ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+}
+"""Marks before and behind a block of calls that is told as a whole."""
+OF_JSON = Qwen25Detector, HermesDetector
+KIMIS = (
+    *(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+    ),
+    "<|tool_call_argument_begin|>",
+)
+HARMONYS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+    *("<|channel|>commentary to=", "<|start|>assistant"),
+)
+_kimis = KimiK2Detector.parse_streaming_increment
+_harmonys = GptOssDetector.parse_streaming_increment
+_deepseeks = DeepSeekV32Detector.parse_streaming_increment
+_finish = BaseFormatDetector.finish
+_whole = FunctionCallParser.parse_non_stream
+
+
+class Place(Enum):
+    """Where in an answer of a JSON format a stream is."""
+
+    TEXT = 0
+    CALL = 1
+    BEHIND = 2  # between a call's JSON and the mark that closes it
+    UNKNOWN = 3  # in a call of a tool that there is not
+
+
+def begun(text: str, marks: Iterable[str]) -> int:
+    """How much of a text's end is the begin of a mark, and not all of it."""
+    most = max(
+        (
+            length
+            for mark in marks
+            for length in range(1, min(len(mark) - 1, len(text)) + 1)
+            if text.endswith(mark[:length])
+        ),
+        default=0,
+    )
+    return most
+
+
+def split(text: str, marks: Iterable[str]) -> tuple[str, str]:
+    """A text, and what of its end may be the begin of a mark."""
+    kept = begun(text, marks)
+    return text[: len(text) - kept], text[len(text) - kept :]
+
+
+def of_blocks(opening: str, closing: str) -> Increment:
+    """A parser's function for a further piece: text around blocks at once, the calls of one when it is closed."""
+
+    def increment(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+        searched = len(self._buffer)
+        text, said = self._buffer + new_text, ""
+        calls: list[Any] = []
+        while True:
+            before, mark, _ = text.partition(opening)
+            if not mark:
+                more, self._buffer = split(text, [opening])
+                return StreamingParseResult(normal_text=said + more, calls=calls)
+            said, text, searched = said + before, text[len(before) :], searched - len(before)
+            end = text.find(closing, max(len(opening), searched - len(closing)))
+            if end < 0:
+                self._buffer = text
+                return StreamingParseResult(normal_text=said, calls=calls)
+            end += len(closing)
+            more, found = read_block(self, text[:end], tools)
+            said, calls = said + more, calls + found
+            text, searched = text[end:], 0
+
+    increment.opening = opening  # type: ignore[attr-defined]
+    return increment
+
+
+def read_block(self: Any, block: str, tools: Any) -> tuple[str, list[Any]]:
+    """The calls of a block, with numbers that go on; of one without any the text that SGLang tells."""
+    found = self.detect_and_parse(block, tools)
+    for call in found.calls:
+        self.current_tool_id += 1
+        call.tool_index = self.current_tool_id
+    return "" if found.calls else found.normal_text or "", list(found.calls)
+
+
+def whole_marks(increment: Increment, marks: tuple[str, ...]) -> Increment:
+    """A parser's function for a further piece, which gets no mark in two pieces."""
+
+    def with_whole(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+        piece, self.half_a_mark = split(getattr(self, "half_a_mark", "") + new_text, marks)
+        return increment(self, piece, tools)
+
+    return with_whole
+
+
+def message_by_message(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for GPT-OSS, which gets no more than the end of one message and no mark in two pieces."""
+    text, self.half_a_mark = split(getattr(self, "half_a_mark", "") + new_text, HARMONYS)
+    result = StreamingParseResult()
+    for piece in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)", text):
+        if not piece:
+            continue
+        plain = self._buffer + piece
+        found = _harmonys(self, piece, tools)
+        if found.normal_text == plain and not any(mark in plain for mark in HARMONYS):
+            # It is in the parser below too, which would tell it with the next message.
+            self.harmony_parser = type(self.harmony_parser)()
+        result.normal_text += found.normal_text or ""
+        result.calls.extend(found.calls)
+    return result
+
+
+def without_blanks(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for DeepSeek V3.2, without the lines' ends between calls."""
+    behind = self.current_tool_id >= 0
+    found: StreamingParseResult = _deepseeks(self, new_text, tools)
+    if behind and (found.normal_text or "").isspace():
+        found.normal_text = ""
+    return found
+
+
+def of_json(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for calls in JSON between marks, which reads no more than that JSON."""
+    text, said, calls = getattr(self, "unread", "") + new_text, "", []
+    place = getattr(self, "place", Place.TEXT)
+    opening, closing = self.bot_token, self.eot_token.strip()
+    while text:
+        if place is Place.TEXT:
+            before, mark, text = text.partition(opening)
+            if mark:
+                said, place, self._buffer = said + before, Place.CALL, mark
+                continue
+            more, text = split(before, [opening])
+            said += more
+        elif place is Place.CALL:
+            found, text, place = json_of(self, text, tools)
+            calls += found
+            if place is not Place.CALL:
+                continue
+        elif place is Place.UNKNOWN:
+            _, mark, behind = text.partition(closing)
+            text = behind if mark else split(text, [closing])[1]
+            if mark:
+                place = Place.TEXT
+                continue
+        else:
+            rest = text.lstrip()
+            if not closing.startswith(rest) or rest == closing:
+                text, place = rest.removeprefix(closing) if rest.startswith(closing) else text, Place.TEXT
+                continue
+        break
+    self.unread, self.place = text, place
+    return StreamingParseResult(normal_text=said, calls=calls)
+
+
+def json_of(self: Any, text: str, tools: Any) -> tuple[list[Any], str, Place]:
+    """Pieces of a call in JSON, what is behind it, and the place that this is."""
+    number, told = self.current_tool_id, list(self.streamed_args_for_tool)
+    call, calls = self._buffer + text, []
+    while True:
+        found = BaseFormatDetector.parse_streaming_increment(self, text, tools).calls
+        calls += found
+        text = ""
+        if self.current_tool_id > max(number, 0) and not self.current_tool_name_sent:
+            behind, self._buffer = self._buffer, ""
+            return calls, behind, Place.BEHIND
+        if not self._buffer:
+            self.current_tool_id, self.streamed_args_for_tool = number, told
+            return calls, call, Place.UNKNOWN
+        if not found:
+            return calls, "", Place.CALL
+
+
+def finish(self: Any, tools: Any) -> StreamingParseResult:
+    """What a stream's end shows to be text, as half a mark is; and calls of a block that it closes."""
+    result: StreamingParseResult = _finish(self, tools)
+    opening, rest = getattr(type(self).parse_streaming_increment, "opening", None), ""
+    buffer, self._buffer = self._buffer[getattr(self, "parsed_pos", 0) :], ""
+    if opening is not None and buffer.startswith(opening):
+        rest, calls = read_block(self, buffer, tools)
+        result.calls.extend(calls)
+    elif isinstance(self, OF_JSON):
+        rest = getattr(self, "unread", "") if getattr(self, "place", Place.TEXT) is Place.TEXT else ""
+    elif self.current_tool_id < 0:
+        rest, calls = read_block(self, buffer, tools) if self.has_tool_call(buffer) else (buffer, [])
+        result.calls.extend(calls)
+    elif opening is not None or not goes_on(self, buffer):
+        rest = buffer
+    result.normal_text = (result.normal_text or "") + rest + getattr(self, "half_a_mark", "")
+    return result
+
+
+def goes_on(self: Any, rest: str) -> bool:
+    """Whether what a parser has kept behind calls is of a call, which has no end."""
+    if getattr(self, "is_inside_tool_call", self.current_tool_name_sent):  # the former where a parser has it
+        return True
+    begin = rest.lstrip()
+    further = begin.startswith(("{", "[", *filter(None, [self.tool_call_separator.strip()])))
+    return further or any(mark and mark in rest for mark in (self.bot_token, self.eot_token))
+
+
+def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
+    """SGLang's for an answer that is not streamed, whose text is what a stream says."""
+    streamed = copy.copy(self)
+    streamed.detector = copy.deepcopy(self.detector)
+    text, calls = _whole(self, full_text)
+    if calls:
+        said, _ = streamed.parse_stream_chunk(full_text)
+        text = ((said or "") + streamed.parse_stream_end()[0]).strip()
+    return text, calls
+
+
+_INCREMENT = "parse_streaming_increment"
+PLACES: tuple[tuple[Any, str, Any], ...] = (
+    *((detector, _INCREMENT, of_blocks(*marks)) for detector, marks in BLOCKS.items()),
+    *((detector, _INCREMENT, of_json) for detector in OF_JSON),
+    (KimiK2Detector, _INCREMENT, whole_marks(_kimis, KIMIS)),
+    (GptOssDetector, _INCREMENT, message_by_message),
+    (DeepSeekV32Detector, _INCREMENT, without_blanks),
+    (BaseFormatDetector, "finish", finish),
+    (FunctionCallParser, "parse_non_stream", whole),
+)
+"""SGLang's, and what we put there."""
+
+
+def install() -> None:
+    """Put our functions in SGLang's places."""
+    for place in PLACES:
+        setattr(*place)

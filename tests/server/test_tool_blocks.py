@@ -1,0 +1,318 @@
+"""Answers with tool calls, in pieces of any size: the text and the calls of the same answer in one piece."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
+from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
+from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
+
+from fathom.server import chunks, glm_calls, tool_arguments, tool_blocks  # noqa: E402
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+TOOLS = [Tool(type="function", function={"name": name, "parameters": SCHEMA}) for name in ("fun", "gun")]
+CALLS = [("fun", {"a": "x y", "b": 1}), ("gun", {"a": "z"})]
+
+
+def tags(arguments, form):
+    return "".join(form.format(k=key, v=value) for key, value in arguments.items())
+
+
+def apart(call):
+    """Each call between marks of its own, with a text between them."""
+    return lambda before, between, behind: before + call(*CALLS[0]) + between + call(*CALLS[1]) + behind
+
+
+def together(opening, call, separator, closing):
+    """All calls between the same marks; there is no text between them."""
+    return lambda before, between, behind: (
+        before + opening + separator.join(call(*each) for each in CALLS) + closing + behind
+    )
+
+
+def as_json(name="name", arguments="arguments"):
+    return lambda called, given: json.dumps({name: called, arguments: given})
+
+
+def python(name, arguments):
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def invoked(name, arguments):
+    values = tags(arguments, '<parameter name="{k}">{v}</parameter>\n')
+    return f'<invoke name="{name}">\n{values}</invoke>\n'
+
+
+def keyed(between):
+    pair = f"<arg_key>{{k}}</arg_key>{between}<arg_value>{{v}}</arg_value>{between}"
+    return lambda name, arguments: f"<tool_call>{name}{between}{tags(arguments, pair)}</tool_call>"
+
+
+def dsml(name, arguments):
+    def value(key, value):
+        string = json.dumps(isinstance(value, str))
+        return f'<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>\n'
+
+    values = "".join(value(*pair) for pair in arguments.items())
+    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+
+
+def function(end):
+    return lambda name, arguments: (
+        f"<tool_call>\n<function={name}>\n"
+        + tags(arguments, f"<parameter={{k}}>{end}{{v}}{end}</parameter>\n")
+        + "</function>\n</tool_call>"
+    )
+
+
+def ifm(name, arguments):
+    pair = "<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>{v}</ifm|arg_value>\n"
+    return f"<ifm|tool_call>{name}\n{tags(arguments, pair)}</ifm|tool_call>"
+
+
+def gemma(name, arguments):
+    values = (f'{k}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{k}:{v}" for k, v in arguments.items())
+    return f"<|tool_call>call:{name}{{{','.join(values)}}}<tool_call|>"
+
+
+def kimi_k2(before, between, behind):
+    calls = "".join(
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(given)}<|tool_call_end|>"
+        for i, (name, given) in enumerate(CALLS)
+    )
+    return f"{before}<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>{behind}"
+
+
+def kimi_k3(before, between, behind):
+    def argument(key, value):
+        kind = "string" if isinstance(value, str) else "number"
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+
+    calls = "".join(
+        f'<|open|>call tool="{name}" index="{i + 1}"<|sep|>'
+        + "".join(argument(*pair) for pair in given.items())
+        + "<|close|>call<|sep|>"
+        for i, (name, given) in enumerate(CALLS)
+    )
+    response = f"<|open|>response<|sep|>{before}<|close|>response<|sep|>" if before else ""
+    return f"{response}<|open|>tools<|sep|>{calls}<|close|>tools<|sep|>"
+
+
+def muse(before, between, behind):
+    calls = "".join(
+        f'<atem:invoke name="{name}">\n'
+        + "".join(
+            f'<atem:parameter name="{key}">{json.dumps(value)}</atem:parameter>\n'
+            for key, value in given.items()
+        )
+        + "</atem:invoke>\n"
+        for name, given in CALLS
+    )
+    said = f"to=user<|message|>{before}<|eom|><|start|>assistant " if before else ""
+    rest = f"<|eom|><|start|>assistant to=user<|message|>{behind}" if behind else ""
+    return f"{said}to=functions<|message|><atem:function_calls>\n{calls}</atem:function_calls>{rest}"
+
+
+def harmony(before, between, behind):
+    said = f"<|start|>assistant<|channel|>commentary<|message|>{before}<|end|>" if before else ""
+    calls = "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{json.dumps(given)}<|call|>"
+        for name, given in CALLS
+    )
+    rest = f"<|start|>assistant<|channel|>final<|message|>{behind}" if behind else ""
+    return f"<|channel|>analysis<|message|>Hm.<|end|>{said}{calls}{rest}"
+
+
+QWENS = apart(lambda name, given: f"<tool_call>\n{as_json()(name, given)}\n</tool_call>")
+M3 = "]<]minimax[>["
+FORMS = {
+    "apertus2509": together(
+        "<|tools_prefix|>[", lambda name, given: json.dumps({name: given}), ", ", "]<|tools_suffix|>"
+    ),
+    "cohere_command4": together(
+        "<|START_ACTION|>[", as_json("tool_name", "parameters"), ", ", "]<|END_ACTION|>"
+    ),
+    "deepseekv3": together(
+        "<｜tool▁calls▁begin｜>",
+        lambda name, given: (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(given)}\n```<｜tool▁call▁end｜>"
+        ),
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseekv31": together(
+        "<｜tool▁calls▁begin｜>",
+        lambda name, given: (
+            f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(given)}<｜tool▁call▁end｜>"
+        ),
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseekv32": together("<｜DSML｜function_calls>\n", dsml, "", "</｜DSML｜function_calls>"),
+    "deepseekv4": together("<｜DSML｜tool_calls>\n", dsml, "", "</｜DSML｜tool_calls>"),
+    "dots": apart(
+        lambda name, given: f"<dots_function_call>\n{invoked(name, given)}</dots_function_call>",
+    ),
+    "glm45": apart(keyed("\n")),
+    "glm47": apart(keyed("")),
+    "gpt-oss": harmony,
+    "k2_horizon": apart(ifm),
+    "kimi_k2": kimi_k2,
+    "kimi_k3": kimi_k3,
+    "lfm2": together("<|tool_call_start|>[", python, ", ", "]<|tool_call_end|>"),
+    "ling3": apart(keyed("\n")),
+    "llama3": together("<|python_tag|>", as_json("name", "parameters"), ";", ""),
+    "mimo": apart(function("")),
+    "minicpm5": apart(
+        lambda name, given: (
+            f'<function name="{name}">' + tags(given, '<param name="{k}">{v}</param>') + "</function>"
+        )
+    ),
+    "mistral": together("[TOOL_CALLS] [", as_json(), ", ", "]"),
+    "muse": muse,
+    "poolside_v1": apart(keyed("\n")),
+    "pythonic": together("[", python, ", ", "]"),
+    "qwen25": QWENS,
+    "qwen3_coder": apart(function("\n")),
+    "spark25": apart(
+        lambda name, given: (
+            f"<tool_call>{name}\n"
+            + tags(given, "<arg_key>{k}</arg_key><arg_value>{v}</arg_value>\n")
+            + "</tool_call>"
+        )
+    ),
+    "step3": together(
+        "<｜tool_calls_begin｜>\n",
+        lambda name, given: (
+            f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n'
+            + tags(given, '<steptml:parameter name="{k}">{v}</steptml:parameter>\n')
+            + "</steptml:invoke><｜tool_call_end｜>\n"
+        ),
+        "",
+        "<｜tool_calls_end｜>",
+    ),
+    "minimax-m2": apart(
+        lambda name, given: f"<minimax:tool_call>\n{invoked(name, given)}</minimax:tool_call>"
+    ),
+    "minimax-m3": together(
+        f"{M3}<tool_call>\n",
+        lambda name, given: (
+            f'{M3}<invoke name="{name}">\n'
+            + tags(given, f"{M3}<{{k}}>{{v}}{M3}</{{k}}>\n")
+            + f"{M3}</invoke>\n"
+        ),
+        "",
+        f"{M3}</tool_call>",
+    ),
+    "trinity": QWENS,
+    "interns1": apart(
+        lambda name, given: (
+            f"<|action_start|> <|plugin|>\n{as_json('name', 'parameters')(name, given)}<|action_end|>"
+        ),
+    ),
+    "hermes": apart(lambda name, given: f"<tool_call>{as_json()(name, given)}</tool_call>"),
+    "hunyuan": together(
+        "<tool_calls>\n",
+        lambda name, given: keyed("\n")(f"{name}<tool_sep>", given) + "\n",
+        "",
+        "</tool_calls>",
+    ),
+    "gigachat3": lambda before, between, behind: f"{before}<|function_call|>{as_json()(*CALLS[0])}",
+    "gemma4": apart(gemma),
+    "inkling": lambda before, between, behind: (
+        before
+        + "".join(
+            f"<|message_model|>{name}<|content_invoke_tool_json|>{as_json('name', 'args')(name, given)}"
+            "<|end_message|>"
+            for name, given in CALLS
+        )
+        + behind
+    ),
+}
+"""How models write a text, a call, a text, a call and a text, by the name of the parser."""
+SAME = {"glm": "glm45", "qwen": "qwen25", "step3p5": "qwen3_coder", "nanbeige": "qwen3_coder"}
+"""Other names of parsers."""
+ENDS = ("deepseekv32", "deepseekv4", "kimi_k3", "gigachat3")
+"""Formats in which the calls end an answer."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ours():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tool_arguments, glm_calls, tool_blocks):
+            for place in module.PLACES:
+                patch.setattr(*place)
+        for place in (
+            (FunctionCallParser, "parse_stream_chunk"),
+            (JsonArrayParser, "parse_streaming_increment"),
+        ):
+            patch.setattr(*place, getattr(*place))
+        chunks.install_parsers()
+        yield
+
+
+def whole(parser, text):
+    """As SGLang's chats read an answer that is not streamed."""
+    read = FunctionCallParser(TOOLS, parser)
+    said, calls = read.parse_non_stream(text) if read.has_tool_call(text) else (text, [])
+    return said.split(), [(call.name, json.loads(call.parameters)) for call in calls]
+
+
+def streamed(parser, pieces):
+    """As SGLang's chats read a stream."""
+    read, said, calls = FunctionCallParser(TOOLS, parser), "", {}
+    for found in (*map(read.parse_stream_chunk, pieces), read.parse_stream_end()):
+        said += found[0] or ""
+        for item in found[1]:
+            name, arguments = calls.get(item.tool_index, ("", ""))
+            calls[item.tool_index] = (name + (item.name or ""), arguments + (item.parameters or ""))
+    assert list(calls) == list(range(len(calls)))
+    return said.split(), [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+def cut(text):
+    """A text in two pieces, at every place, and in many of the same size."""
+    yield from ([text[:place], text[place:]] for place in range(len(text)))
+    for size in (1, 2, 3, 5, 8):
+        places = [*range(0, len(text), size), len(text)]
+        yield [text[begin:end] for begin, end in pairwise(places)]
+
+
+def test_every_parser_has_its_form():
+    assert FORMS.keys() | SAME.keys() == FunctionCallParser.ToolCallParserEnum.keys()
+    for name, other in SAME.items():
+        parsers = FunctionCallParser.ToolCallParserEnum
+        assert parsers[name] is parsers[other]
+
+
+@pytest.mark.parametrize("texts", [("Well: ", " then ", " Done. <"), ("", "\n", "")], ids=["texts", "calls"])
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_stream_is_the_answer(parser, texts):
+    text = FORMS[parser](*texts)
+    said, calls = whole(parser, text)
+    assert calls == (CALLS[:1] if parser == "gigachat3" else CALLS)
+    told = (part for part in texts if part in text and not (part == texts[2] and parser in ENDS))
+    assert said == "".join(told).split()
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == (said, calls), pieces
+
+
+@pytest.mark.parametrize("text", ["a < b, [1] c", "a <", "if x[0] < 3 {", "[f b", 'It is {"a": 1} so far'])
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_text_without_calls_is_told_to_its_end(parser, text):
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == (text.split(), []), pieces
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "hermes"])
+def test_a_call_of_a_tool_that_there_is_not_is_left_out(parser):
+    text = FORMS[parser]("a ", "b ", "c").replace("fun", "none")
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == (["a", "b", "c"], CALLS[1:]), pieces
