@@ -141,6 +141,7 @@ def launch(
         aside,
         children,
         chunks,
+        control,
         detokenize,
         ending,
         glm_calls,
@@ -202,6 +203,7 @@ def launch(
     responses.install()
     messages.install()
     chunks.install()
+    control.install()
     tool_calls.install()
     tool_arguments.install()
     glm_calls.install()

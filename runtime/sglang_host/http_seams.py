@@ -93,6 +93,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.http_server:flush_cache",
+        "call",
+        "empties the prefix cache under vLLM's name too",
+        "timeout",
+    ),
+    relies_on(
+        SERVER,
         "managers.tokenizer_control_mixin:TokenizerControlMixin._execute_profile",
         "override",
         "why a profile could not be started or stopped is for the client",

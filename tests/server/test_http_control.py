@@ -43,6 +43,16 @@ def test_what_the_engine_cannot_do_is_refused(server, path, body, reason):
     assert reason in str(reply.json())
 
 
+def test_the_prefix_cache_is_emptied_under_vllms_name(server):
+    def cached():
+        return server.client.post("/generate", json=ASK).json()["meta_info"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    assert server.client.post("/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
 def test_a_paused_server_is_alive(server):
     server.client.post("/pause_generation", json={"mode": "in_place"})
     try:

@@ -57,7 +57,8 @@ def test_keys_are_not_told_to_who_has_one_of_them(guarded):
 
 
 @pytest.mark.parametrize(
-    "route", ["/load_lora_adapter_from_tensors", "/set_trace_level?level=0", "/flush_cache"]
+    "route",
+    ["/load_lora_adapter_from_tensors", "/set_trace_level?level=0", "/flush_cache", "/reset_prefix_cache"],
 )
 def test_routes_that_change_the_server_are_the_administrators(guarded, route):
     adapter = {"lora_name": "a", "config_dict": {}, "serialized_named_tensors": ["AAAA"]}
