@@ -35,10 +35,12 @@ from fathom.benchmarks.gpu_timing import Clock, limits, rates
 from fathom.benchmarks.paper_shapes import SIZES, sized
 from fathom.kernels import key_shares
 from fathom.kernels.dispatch import INTERPRETED
+from fathom.kernels.store_kv import EIGHT_BITS
+from fathom.runtime.sglang_host.engine_args import NARROW
 
 SCHEMA = 1
 NAMES = [operation.name for operation in OPERATIONS]
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KV_DTYPES = dict(zip(NARROW, EIGHT_BITS, strict=True))
 ODD = (6, 2, 80, 48)
 """Query heads, KV heads, width of keys and of values: no power of two, values narrower than keys."""
 RAGGED, RAGGED_INTERPRETED = (1, 0, 4097, 777, 64), (1, 0, 70)

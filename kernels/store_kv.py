@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fathom.kernels.triton_aot import Specialization, least_for, signature
+from fathom.kernels.triton_aot import NARROW_KV, Specialization, least_for, signature
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Four bits of exponent and three of fraction, up to 448; five and two, up to 57,344. No scales."""
@@ -107,7 +107,7 @@ def _constants(dtype: torch.dtype, dim: int, value_dim: int) -> dict[str, float]
 def specializations() -> list[Specialization]:
     """What to compile ahead of time."""
     found = []
-    for dtype, name, own in ((EIGHT_BITS[0], "fp8e4nv", "bf16"), (EIGHT_BITS[1], "fp8e5", "fp16")):
+    for dtype, name, own in zip(EIGHT_BITS, NARROW_KV, ("bf16", "fp16"), strict=True):
         constants = _constants(dtype, 128, 128)
         types = dict.fromkeys(("keys", "values"), f"*{own}") | {"slots": "*i64"}
         types |= dict.fromkeys(("key_pool", "value_pool"), f"*{name}")

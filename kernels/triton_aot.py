@@ -108,7 +108,7 @@ def discover() -> Iterator[tuple[str, Specialization]]:
 
 
 NARROW_KV = ("fp8e4nv", "fp8e5")
-"""Triton's names of the types of keys and values in ``store_kv.EIGHT_BITS``."""
+"""Triton's names of the types of keys and values in ``store_kv.EIGHT_BITS``, in the same order."""
 
 
 def least_for(dtype: str) -> int:

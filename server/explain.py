@@ -15,6 +15,7 @@ from fathom.runtime import config, cost
 from fathom.runtime.plan import PlanError
 from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sfi.config import SfiConfig
+from fathom.runtime.sglang_host.engine_args import NARROW
 from fathom.server import checks, picture
 from fathom.server.checks import StartError
 from fathom.server.command_line import DEMO_TUNINGS, Parser
@@ -23,7 +24,7 @@ from fathom.server.picture import Staircase
 from fathom.server.profile import limits_of
 from fathom.server.units import flops, json_object, size, token_count
 
-KV_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+KV_BYTES = {"bf16": 2, "bfloat16": 2} | dict.fromkeys(NARROW, 1)
 """Of a number in what ``--kv-cache-dtype`` names; with ``auto`` it is the model's."""
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.

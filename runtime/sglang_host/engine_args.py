@@ -127,6 +127,7 @@ WIDE_KV = Rule(
     "the kernels of a CPU read keys and values of 16 or 32 bits",
 )
 NARROW = "fp8_e4m3", "fp8_e5m2"
+"""SGLang's names of the types of keys and values in ``store_kv.EIGHT_BITS``, in the same order."""
 KV_OF_A_GPU = Rule(
     (),
     lambda args: {args.kv_cache_dtype, args.speculative_draft_kv_cache_dtype} <= {*WIDE, *NARROW},

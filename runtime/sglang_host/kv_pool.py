@@ -63,6 +63,23 @@ class DepthKvPool(MHATokenToKVPool):
         self.k_buffer: list[torch.Tensor] = list(self.k_buffer) * self.spans
         self.v_buffer: list[torch.Tensor] = list(self.v_buffer) * self.spans
         self.layer_num = layer_num
+        self._typed: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_typed("keys", layer_id, self.k_buffer)
+
+    def _get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._as_typed("values", layer_id, self.v_buffer)
+
+    def _as_typed(self, kind: str, layer_id: int, buffers: list[torch.Tensor]) -> torch.Tensor:
+        """A layer's buffer; of 8 bits, which SGLang keeps as bytes, the same view of it in each call."""
+        buffer = buffers[layer_id - self.start_layer]
+        if self.store_dtype == self.dtype:
+            return buffer
+        known = self._typed.get((kind, layer_id))
+        if known is None or known[0] is not buffer:
+            known = self._typed[kind, layer_id] = (buffer, buffer.view(self.dtype))
+        return known[1]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of the keys and of the values."""

@@ -13,13 +13,16 @@ KV_SEAMS: tuple[Seam, ...] = (
         "swa_head_dim swa_v_head_dim start_layer end_layer enable_alt_stream enable_kv_cache_copy kv_cache_layout "
         "quant_method post_capture_active allocation_label",
     ),
-    relies_on(
-        SCHEDULER,
-        "mem_cache.memory_pool:MHATokenToKVPool._get_key_buffer",
-        "read",
-        "a layer finds its buffer by its number",
-        "layer_id",
-        reads_attributes("k_buffer start_layer"),
+    *(
+        relies_on(
+            SCHEDULER,
+            f"mem_cache.memory_pool:MHATokenToKVPool._get_{kind}_buffer",
+            "override",
+            "a layer finds its buffer by its number, and keys and values of 8 bits a view that stays the same",
+            "layer_id",
+            reads_attributes(f"{kind[0]}_buffer start_layer store_dtype dtype"),
+        )
+        for kind in ("key", "value")
     ),
     relies_on(
         SCHEDULER,

@@ -54,6 +54,8 @@ from fathom.runtime.sglang_host import (  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
 NAME = "cuda"
+BEAMS = "sglang.srt.beam_search"
+"""Its modules index tensors of the device by lists, which are sent and waited for: SGLang's own, once a step."""
 aten = torch.ops.aten
 TAKE_BOTH = {
     aten.copy_.default,
@@ -132,6 +134,12 @@ class GpuTensor(torch.Tensor):
         assert Graph.capturing is None, "a captured step would wait for the device"
         Waits.count += 1
         return self.raw.tolist()
+
+    def __getitem__(self, index):
+        if isinstance(index, list) and sys._getframe(1).f_globals["__name__"].startswith(BEAMS):
+            Waits.count += 1
+            index = GpuTensor(torch.tensor(index))
+        return super().__getitem__(index)
 
     def data_ptr(self):
         return self.raw.data_ptr()

@@ -7,8 +7,12 @@ rounded the other way. That moves log-probabilities by up to a hundredth here; r
 import interpreted
 import pytest
 import torch
-from greedy import ask
+from adapters import ATTENTION, MLP, save_adapter
+from greedy import ask, body_of
 from interpreted import NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
+from oracles import attending
+
+from fathom.runtime.sglang_host.kv_pool import DepthKvPool
 
 E4M3, E5M2 = {"fp8_e4m3": torch.float8_e4m3fn}, {"fp8_e5m2": torch.float8_e5m2}
 TOLERANCE = 0.02
@@ -19,10 +23,17 @@ def oracle_of(pair, triggers, name):
 
 
 @pytest.fixture(scope="module")
-def server(start_nominal, ending_pair):
+def adapted(ending_pair, tmp_path_factory):
+    """Folder of an adapter, and of the model that has taken it in."""
+    return save_adapter(tmp_path_factory.mktemp("adapter"), ending_pair[0], 4, ATTENTION + MLP, 1)
+
+
+@pytest.fixture(scope="module")
+def server(start_nominal, ending_pair, adapted):
     """With captured steps; prefill by Triton's kernels."""
-    captured = "--cuda-graph-bs-decode", "1", "4", "--sfi-evidence-mib", "8"
-    return start_nominal(*ending_pair, *interpreted.FLAGS, *captured, "--kv-cache-dtype", *E4M3)
+    more = "--cuda-graph-bs-decode", "1", "4", "--sfi-evidence-mib", "8", "--kv-cache-dtype", *E4M3
+    more += "--lora-paths", f"a={adapted[0]}", "--lora-backend", "triton", "--max-loras-per-batch", "2"
+    return start_nominal(*ending_pair, *interpreted.FLAGS, *more)
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +76,82 @@ def test_a_number_takes_a_byte(server, answers, expected):
     assert engine["replayed_steps"]["dense"] > 0
 
 
-def test_flashinfer_reads_copies_and_prompts_the_prefix_cache(start_nominal, ending_pair, triggers):
-    server = start_nominal(
-        *(
-            *ending_pair,
-            *interpreted.FLAGS,
-            "--kv-cache-dtype",
-            *E5M2,
-            "--cuda-graph-backend-decode",
-            "disabled",
-        ),
-        script="nominal_flashinfer.py",
+@pytest.mark.parametrize("name", ["dense", "SFI", "everything"])
+def test_adapters(server, adapted, ending_pair, triggers, name):
+    body = body_of(prompt_of(name), POLICIES[name], NEW_TOKENS) | {"lora_path": "a"}
+    answer = server.client.post("/generate", json=body).json()
+    oracle = oracle_of((adapted[1], ending_pair[1]), triggers, *E4M3)
+    assert oracle.check(name, answer, tolerance=TOLERANCE)["adapter"] == "a"
+
+
+def test_other_weights(server, ending_pair, triggers):
+    """The pool has nothing of the former model's."""
+    names = ("dense", "SFI", "everything")
+    for target in (ending_pair[1], ending_pair[0]):
+        reply = server.client.post("/update_weights_from_disk", json={"model_path": str(target)}, timeout=120)
+        assert reply.status_code == 200 and reply.json()["success"], reply.text
+        oracle = oracle_of((target, ending_pair[1]), triggers, *E4M3)
+        for name, answer in ask_all(server, names).items():
+            oracle.check(name, answer, tolerance=TOLERANCE)
+
+
+def test_a_view_of_a_buffer_is_made_once():
+    shape = {"page_size": 4, "head_num": 1, "head_dim": 4, "layer_num": 2}
+    pool = DepthKvPool(
+        8, dtype=torch.float8_e4m3fn, device="cpu", enable_memory_saver=False, kv_cache_layout="nhd", **shape
     )
+    for read, buffers in ((pool.get_key_buffer, pool.k_buffer), (pool.get_value_buffer, pool.v_buffer)):
+        assert read(1) is read(1) and read(1).dtype == torch.float8_e4m3fn
+        buffers[1][3] = 0x38
+        assert (read(1)[3] == 1).all()
+
+
+@pytest.fixture(scope="module")
+def flashinfer(start_nominal, ending_pair):
+    """Its prefill; pages of one token, as beams want them."""
+    more = "--kv-cache-dtype", *E5M2, "--cuda-graph-backend-decode", "disabled", "--page-size", "1"
+    return start_nominal(*ending_pair, *interpreted.FLAGS, *more, script="nominal_flashinfer.py")
+
+
+def test_flashinfer_reads_copies_and_prompts_the_prefix_cache(flashinfer, ending_pair, triggers):
     expected = oracle_of(ending_pair, triggers, *E5M2)
     for cached in (0, 64):
-        answers = ask_all(server, ("dense", "FastKV", "everything"))
+        answers = ask_all(flashinfer, ("dense", "FastKV", "everything"))
         for name, answer in answers.items():
             expected.check(name, answer, tolerance=TOLERANCE)
         assert answers["dense"]["meta_info"]["cached_tokens"] >= cached
-    before = server.engine()
-    ask(server, [9, *prompt_of("alone")], {}, NEW_TOKENS)
-    engine = server.engine()
+    before = flashinfer.engine()
+    ask(flashinfer, [9, *prompt_of("alone")], {}, NEW_TOKENS)
+    engine = flashinfer.engine()
     plans = engine["gathered_plans"] - before["gathered_plans"]
     assert plans == engine["flashinfer_plans"] - before["flashinfer_plans"] > 0
+
+
+def test_beams(flashinfer, ending_pair, triggers):
+    """Each has the score that it should have, and none that is left out a better one."""
+    model = oracle_of(ending_pair, triggers, *E5M2).model
+    prompt, width, tokens = prompt_of("beams"), 3, 3
+    sampling = {"beam_width": width, "n": width, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "fathom": {}}
+    reply = flashinfer.client.post("/generate", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()["meta_info"]["beam_results"]
+
+    def following(beam):
+        ids = prompt + beam
+        mask = attending.causal(len(ids))
+        return attending.forward(
+            model, ids, lambda _, q, k, v, scale: attending.masked(q, k, v, mask, scale)[0]
+        )[0].log_softmax(-1)
+
+    beams = [([], 0.0)]
+    for _ in range(tokens):
+        longer = [
+            ([*beam, token], total + value)
+            for beam, total in beams
+            for value, token in zip(*(x.tolist() for x in following(beam).topk(width)), strict=True)
+        ]
+        beams = sorted(longer, key=lambda pair: -pair[1])[:width]
+    assert [beam["output_ids"] for beam in found] == [beam for beam, _ in beams]
+    scores = [beam["meta_info"]["sequence_score"] * tokens for beam in found]
+    assert scores == pytest.approx([total for _, total in beams], abs=tokens * TOLERANCE)
