@@ -148,6 +148,7 @@ def launch(
         keys,
         labels,
         messages,
+        offsets,
         ollama,
         parsers,
         quiet,
@@ -203,6 +204,7 @@ def launch(
     responses.install()
     messages.install()
     chunks.install()
+    offsets.install()
     control.install()
     tool_calls.install()
     tool_arguments.install()

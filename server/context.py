@@ -94,6 +94,7 @@ class RequestContext:
         protected: token ranges of the prompt that a selection must keep.
         body_bytes: length of its body.
         converted: a chat request of SGLang's, and what returns or raises what came of making its prompt.
+        places: by place of the answer, where its tokens were found in its text.
         waiting_logprobs: by place of the answer, log-probabilities of tokens whose text was not sent yet.
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
@@ -111,6 +112,7 @@ class RequestContext:
     protected: tuple[tuple[int, int], ...] = ()
     body_bytes: int = 0
     converted: tuple[Any, Callable[[], Any]] | None = None
+    places: dict[int, Any] = field(default_factory=dict)
     waiting_logprobs: dict[int, list[Any]] = field(default_factory=dict)
     expected: int = 0
     finished: set[str] = field(default_factory=set)

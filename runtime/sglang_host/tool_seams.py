@@ -1,4 +1,4 @@
-"""The seams of tool calls and of what else is parsed out of a text."""
+"""The seams of tool calls, of what else is parsed out of a text, and of where its tokens are."""
 
 from fathom.runtime.sglang_host.seam import SERVER, Seam, reads_attributes, reads_global, relies_on
 
@@ -206,5 +206,30 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "looks for a call by the module's `re.search`, ours, with this pattern",
         "new_text tools",
         reads_attributes(r"re search end <tool_call>(.*?)(?:(<arg_key.*?))?(?:(</tool_call>)|$)"),
+    ),
+    relies_on(
+        SERVER,
+        "entrypoints.openai.serving_completions:to_openai_style_logprobs",
+        "replace",
+        "each token with its log-probability, id and text, before the choice that they are of",
+        "input_token_logprobs output_token_logprobs input_top_logprobs output_top_logprobs",
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"entrypoints.openai.serving_completions:OpenAIServingCompletion.{method}",
+            "read",
+            f"makes a choice by the module's `{kind}`, ours, which says where its tokens begin",
+            parameters,
+            lambda method, names={kind, "to_openai_style_logprobs"}: names <= {*method.__code__.co_names},
+        )
+        for method, kind, parameters in (
+            ("_build_completion_response", "CompletionResponseChoice", "request ret created"),
+            (
+                "_generate_completion_stream",
+                "CompletionResponseStreamChoice",
+                "adapted_request request raw_request",
+            ),
+        )
     ),
 )
