@@ -12,15 +12,10 @@ import torch
 from numba import njit, prange
 
 from fathom.kernels.amx_cpu import has_amx
-from fathom.kernels.amx_cpu import product as amx_product
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products, tile_products
+from fathom.kernels.matrix_products_cpu import ROWS, begin_products, end_products, product
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads, to_float32
 from fathom.kernels.work_sharing_cpu import even_shares, take
-
-if has_amx():
-    from fathom.kernels.amx_cpu import ROWS, begin_products, end_products
-else:
-    from fathom.kernels.bfloat16_cpu import ROWS, begin_products, end_products
 
 WIDTHS = 64, 32
 """Outputs that may lie together, in a *block*: 32 where the processor has AMX."""
@@ -143,7 +138,7 @@ def in_whole_tiles(x):
 def _by_amx(x, lines, block):
     pairs = x.shape[1]
     sums = np.empty((len(x), lines.shape[1]), np.float32)
-    amx_product(sums, 0, x, 0, len(x), lines[block * pairs : (block + 1) * pairs])
+    product(sums, 0, x, 0, len(x), lines[block * pairs : (block + 1) * pairs])
     return sums
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.amx_cpu import has_amx
 from fathom.kernels.bfloat16_cpu import turn_sixteen
 from fathom.kernels.kv_pair import KvPair
+from fathom.kernels.matrix_products_cpu import ROWS, add_product, begin_products, end_products, product
 from fathom.kernels.numba_cpu import (
     APPROXIMATE,
     LINE_BYTES,
@@ -22,11 +22,6 @@ from fathom.kernels.numba_cpu import (
 from fathom.kernels.paged_attention_cpu import EVERYTHING
 from fathom.kernels.softmax_cpu import KEYS_PER_BLOCK, PARTS, raise_top, weigh
 from fathom.kernels.work_sharing_cpu import take
-
-if has_amx():
-    from fathom.kernels.amx_cpu import ROWS, add_product, begin_products, end_products, product
-else:
-    from fathom.kernels.bfloat16_cpu import ROWS, add_product, begin_products, end_products, product
 
 TILE_ROWS = 256
 """Query rows that share a layout of keys and values."""
