@@ -376,6 +376,29 @@ def described(server_args: Any, drafted: bool) -> list[Any]:
     return found
 
 
+WHOLE_FOLDER = ("auto", "safetensors")
+"""Of ``--load-format``: those that read a folder's safetensors, all that belong together."""
+
+
+def refuse_quantized_weights(model: Any, load_format: str) -> None:
+    """Refuse a model on this disk whose weights are quantized, though nothing says so; the engine would refuse it
+    too, by a traceback.
+
+    Args:
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        StartError: naming a tensor, and for files that are missing.
+    """
+    from fathom.runtime.sglang_host import weight_files
+
+    if model.quantization is None and load_format in WHOLE_FOLDER and os.path.isdir(model.model_path):
+        try:
+            weight_files.refuse_folder(model.model_path)
+        except Exception as error:
+            raise StartError(one_line(error)) from error
+
+
 def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:
     """How two vocabularies (token to id) differ, in words; "" when they are the same."""
     if len(target) != len(draft):

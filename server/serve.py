@@ -144,6 +144,7 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
     checks.refuse_preferred(server_args.preferred_sampling_params, model.vocab_size)
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
+        checks.refuse_quantized_weights(each, server_args.load_format)
     buffer = work.propagation_buffer
     if buffer is None:
         buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)

@@ -31,6 +31,7 @@ def install(options: EngineOptions) -> None:
         stop_patterns,
         stop_strings,
         unsound,
+        weight_files,
     )
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
@@ -49,6 +50,7 @@ def install(options: EngineOptions) -> None:
     stop_patterns.install()
     stop_strings.install()
     unsound.install()
+    weight_files.install()
     if ours:
         from sglang.srt.mem_cache import registry
 

@@ -29,6 +29,7 @@ from fathom.runtime.sglang_host.seam import (
 )
 from fathom.runtime.sglang_host.split_seams import SPLIT_SEAMS
 from fathom.runtime.sglang_host.tool_seams import TOOL_SEAMS
+from fathom.runtime.sglang_host.weight_seams import WEIGHT_SEAMS
 
 SGLANG_VERSION = "0.5.20"
 
@@ -247,17 +248,6 @@ LEDGER: tuple[Seam, ...] = (
             inspect.unwrap(f)
         ),
     ),
-    *(
-        relies_on(
-            SCHEDULER,
-            f"managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.{method}",
-            "read",
-            "waits for the other processes before it answers: one in which it fails has to meet them",
-            "recv_req",
-            reads_attributes("barrier tp_cpu_group"),
-        )
-        for method in ("update_weights_from_tensor", "update_weights_from_ipc")
-    ),
     # --- the engine process: the step ---
     relies_on(
         SCHEDULER,
@@ -390,6 +380,7 @@ LEDGER: tuple[Seam, ...] = (
     *HTTP_SEAMS,
     *SPLIT_SEAMS,
     *TOOL_SEAMS,
+    *WEIGHT_SEAMS,
     # --- the detokenizer ---
     relies_on(
         DETOKENIZER,

@@ -1,0 +1,122 @@
+"""Quantized weights of which a config says nothing: no server answers with their bare numbers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import save_random_model
+from greedy import ask
+from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
+
+from fathom.runtime.sglang_host import weight_files
+from fathom.server import checks
+from fathom.server.checks import StartError
+
+PROMPT = list(range(300, 340))
+
+
+def as_fp8(name, weight):
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+
+def as_int8(name, weight):
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
+
+
+def as_int4(name, weight, tensor, dim):
+    """Eight numbers in each 32 bits, as AWQ and GPTQ store them; their values do not matter here."""
+    packed = torch.zeros(weight.shape[1 - dim], weight.shape[dim] // 8, dtype=torch.int32)
+    stem = name.removesuffix("weight")
+    return {stem + tensor: packed, f"{stem}scales": torch.ones(weight.shape[1] // 32, len(weight)).half()}
+
+
+FORMATS = {
+    "fp8": as_fp8,
+    "int8": as_int8,
+    "awq": lambda name, weight: as_int4(name, weight, "qweight", 0),
+    "compressed-tensors": lambda name, weight: as_int4(name, weight, "weight_packed", 1),
+    "bitsandbytes": lambda name, weight: {name: torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8)},
+}
+
+
+@pytest.fixture
+def quantized(tiny_model, tmp_path):
+    """A function: format -> the tiny model with its projections in it, and a config that does not say so."""
+
+    def make(kind):
+        shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+        tensors = load_file(tmp_path / "model.safetensors")
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors |= FORMATS[kind](name, tensors.pop(name))
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_new_weights_that_are_quantized(server, quantized, kind):
+    """The server would say that it has them, and answer by numbers without their scales, or by the old weights."""
+    before = ask(server, PROMPT, None)["output_ids"]
+    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(quantized(kind))})
+    assert reply.status_code == 400
+    assert (
+        "a quantized weight" in reply.json()["message"] and "quantization_config" in reply.json()["message"]
+    )
+    server.flush()
+    assert ask(server, PROMPT, None)["output_ids"] == before
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_model_of_quantized_weights_does_not_start(quantized, kind):
+    model = ModelConfig(str(quantized(kind)))
+    with pytest.raises(StartError, match=r": model\.layers\.0\..* a quantized weight, .*quantization_config"):
+        checks.refuse_quantized_weights(model, "auto")
+    checks.refuse_quantized_weights(model, "dummy")  # reads none
+    model.quantization = "fp8"
+    checks.refuse_quantized_weights(model, "auto")
+
+
+def test_files_that_are_not_the_models(quantized, tiny_model):
+    """Beside those of the index."""
+    folder = quantized("fp8")
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    own = shutil.copy(tiny_model / "model.safetensors", folder / "own.safetensors")
+    weight_map = dict.fromkeys(load_file(own), "own.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weight_files.refuse_folder(str(folder))
+    (folder / "own.safetensors").unlink()
+    with pytest.raises(StartError, match=r"own\.safetensors"):
+        checks.refuse_quantized_weights(ModelConfig(str(folder)), "auto")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_files_of_pytorch(quantized, kind, tmp_path):
+    folder = quantized(kind)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), file)
+    with pytest.raises(ValueError, match="a quantized weight"):
+        weight_files.refuse_quantized("model", [str(file)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_plain_weights(tmp_path, dtype):
+    """With what else may lie beside them: masks, positions, numbers of tokens."""
+    file = save_random_model(tmp_path, dtype=dtype) / "model.safetensors"
+    weight_files.refuse_folder(str(tmp_path))
+    beside = {
+        "attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "attn.masked_bias": torch.ones(2, 2, dtype=torch.bool),
+        "position_ids": torch.arange(8)[None],
+        "relative_position_index": torch.zeros(4, 4, dtype=torch.int32),
+        "attn.k_scale": torch.tensor(0.5),
+        "num_batches_tracked": torch.tensor(1),
+    }
+    save_file(load_file(file) | beside, file)
+    weight_files.refuse_folder(str(tmp_path))
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    weight_files.refuse_quantized("model", [str(tmp_path / "pytorch_model.bin")])
