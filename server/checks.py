@@ -270,7 +270,9 @@ def check_model(model: str, option: str = "--model-path", config: str | None = "
             return
         if not (path / config).is_file():
             raise StartError(f"{option} {model}: the folder has no {config}")
-        read_object(path / config, f"{option} {model}: its {config}")
+        content = read_object(path / config, f"{option} {model}: its {config}")
+        if not isinstance(content.get("quantization_config") or {}, dict):
+            raise StartError(f"{option} {model}: its {config}: quantization_config must be an object")
         return
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise StartError(f"{option} {model}: no such folder or file")
@@ -360,13 +362,16 @@ def described(server_args: Any, drafted: bool) -> list[Any]:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.environ import envs
 
-    try:
-        found = [ModelConfig.from_server_args(server_args)]
-        if drafted:
-            draft = server_args.speculative_draft_model_path
-            found.append(ModelConfig.from_server_args(server_args, draft, is_draft_model=True))
-    except Exception as error:
-        raise StartError(one_line(error)) from error
+    from fathom.server import quantized
+
+    draft = server_args.speculative_draft_model_path
+    paths = [server_args.model_path, *([draft] if drafted else [])]
+    found: list[ModelConfig] = []
+    for path in paths:
+        try:
+            found.append(ModelConfig.from_server_args(server_args, path, is_draft_model=len(found) > 0))
+        except Exception as error:
+            raise StartError(quantized.why_unknown(error, path) or one_line(error)) from error
     model, *others = (each.context_len for each in found)
     if others and others[0] < model and not envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
         raise StartError(
@@ -374,29 +379,6 @@ def described(server_args: Any, drafted: bool) -> list[Any]:
             f"what both have is served with --context-length {others[0]}"
         )
     return found
-
-
-WHOLE_FOLDER = ("auto", "safetensors")
-"""Of ``--load-format``: those that read a folder's safetensors, all that belong together."""
-
-
-def refuse_quantized_weights(model: Any, load_format: str) -> None:
-    """Refuse a model on this disk whose weights are quantized, though nothing says so; the engine would refuse it
-    too, by a traceback.
-
-    Args:
-        model: SGLang's ``ModelConfig``.
-
-    Raises:
-        StartError: naming a tensor, and for files that are missing.
-    """
-    from fathom.runtime.sglang_host import weight_files
-
-    if model.quantization is None and load_format in WHOLE_FOLDER and os.path.isdir(model.model_path):
-        try:
-            weight_files.refuse_folder(model.model_path)
-        except Exception as error:
-            raise StartError(one_line(error)) from error
 
 
 def vocabulary_difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:

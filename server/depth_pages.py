@@ -91,10 +91,7 @@ def refuse_model(model: Any, devices: int) -> None:
 
 def _refuse_without_gpu(model: Any, devices: int) -> None:
     if model.quantization:
-        raise StartError(
-            f"{model.model_path} would have quantized weights ({model.quantization}), for which SGLang's "
-            "kernels need a GPU"
-        )
+        raise StartError(quantized_weights(model.model_path, model.quantization))
     if (heads := model.get_total_num_kv_heads()) % devices:
         raise StartError(
             f"--tp-size must divide the {heads} KV heads of {model.model_path}, got {devices}: without a GPU all "
@@ -105,6 +102,11 @@ def _refuse_without_gpu(model: Any, devices: int) -> None:
             f"{model.model_path} has experts of width {width}, on {devices} devices: without a GPU it has to be a "
             f"multiple of {EXPERT_ALIGNMENT * devices}, to which SGLang would widen them by numbers that nobody set"
         )
+
+
+def quantized_weights(path: str, method: str) -> str:
+    """Why a model of such weights is not served without a GPU."""
+    return f"{path} would have quantized weights ({method}), for which SGLang's kernels need a GPU"
 
 
 def _expert_width(config: Any) -> int:

@@ -13,7 +13,17 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError
 from fathom.runtime.sglang_host import imports
 from fathom.runtime.sglang_host.options import EngineOptions
-from fathom.server import checks, command_line, cpu_quota, depth_pages, ending, flags, memory_flags, quiet
+from fathom.server import (
+    checks,
+    command_line,
+    cpu_quota,
+    depth_pages,
+    ending,
+    flags,
+    memory_flags,
+    quantized,
+    quiet,
+)
 from fathom.server.checks import StartError
 from fathom.server.command_line import Plan
 from fathom.server.context import Face
@@ -130,7 +140,8 @@ def _server_args(words: list[str], options: EngineOptions) -> Any:
         lines = captured.getvalue().strip().splitlines() or ["SGLang refused the options"]
         raise StartError(lines[-1].split("error: ", 1)[-1]) from None
     except Exception as error:
-        raise StartError(checks.one_line(error)) from error
+        model = words[words.index("--model-path") + 1]
+        raise StartError(quantized.why_unknown(error, model) or checks.one_line(error)) from error
 
 
 def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
@@ -144,7 +155,7 @@ def _learn_limits(work: Plan, server_args: Any) -> EngineOptions:
     checks.refuse_preferred(server_args.preferred_sampling_params, model.vocab_size)
     for each in (model, *others):
         depth_pages.refuse_model(each, server_args.tp_size)
-        checks.refuse_quantized_weights(each, server_args.load_format)
+        quantized.refuse_model(each, server_args.load_format)
     buffer = work.propagation_buffer
     if buffer is None:
         buffer = min(memory_flags.DEFAULT_PROPAGATION_BUFFER, model.context_len)

@@ -199,6 +199,16 @@ CPU_RULES = (
         "--ep-size 1",
         "each process looks for every expert",
     ),
+    Rule(
+        (),
+        lambda args: (
+            args.load_format not in ("bitsandbytes", "gguf")
+            and args.modelopt_quant is None
+            and not args.rl_quant_profile
+        ),
+        "neither --load-format bitsandbytes or gguf nor --modelopt-quant nor --rl-quant-profile",
+        "SGLang's kernels for quantized weights need a GPU",
+    ),
     WIDE_KV,
     *ANYWHERE,
 )
@@ -442,5 +452,6 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
         check_rules(args, CPU_RULES, "KV in depth pages without a GPU")
         if args.enable_lora or args.lora_paths or args.enable_lora_overlap_loading:
             check_rules(args, CPU_LORA_RULES, "LoRA without a GPU")
+        args.resolve_once()
         return args
     return prepare_server_args(argv)

@@ -1,8 +1,8 @@
-"""Checkpoints of quantized weights that nothing in their config tells of: refused before a weight is read.
+"""Checkpoints whose weights are not of the kind that a model's layers take: refused before a weight is read.
 
-SGLang copies such numbers into a model's weights without the scales beside them, or passes over names that it does
-not know, leaves those weights as they were, and says that all went well. Where a model's quantization is known, its
-layers take what is theirs.
+Of quantized weights that nothing in a config tells of, SGLang copies the numbers without the scales beside them, or
+passes over names that it does not know, leaves those weights as they were, and says that all went well. Plain
+weights it copies into layers for small integers, whose scales are then whatever the memory held.
 """
 
 import contextlib
@@ -26,6 +26,13 @@ INTEGERS = ("U8", "I16", "I32")
 """Types that hold several small numbers each, if weights are of them; masks and positions are too."""
 WEIGHTS = ("weight", "W_q")
 """In the last part of its name: ``qweight`` (AWQ, GPTQ), ``weight_packed``, ``weight``, ``W_q`` (HQQ)."""
+BEFOREHAND = frozenset(
+    {
+        *("awq", "awq_marlin", "gptq_marlin", "moe_wna16", "w4afp8", "petit_nvfp4"),
+        *("w8a8_int8", "blockwise_int8", "auto-round", "auto-round-int8"),
+    }
+)
+"""Methods whose layers take weights that were quantized before, and quantize none."""
 TYPES = {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
 
 _get_weights_iterator = DefaultModelLoader._get_weights_iterator
@@ -40,43 +47,55 @@ def get_weights_iterator(self: DefaultModelLoader, source: Any, **options: Any) 
     """SGLang's method of this name.
 
     Raises:
-        ValueError: for quantized weights, before the first is read, where the model's are not quantized.
+        ValueError: for weights that the model does not take, before the first is read.
     """
     model = source.model_config
-    if model is not None and model.quantization is None:
+    if model is not None and (model.quantization is None or model.quantization in BEFOREHAND):
         _, files, _ = self._prepare_weights(
             source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
         )
-        refuse_quantized(source.model_or_path, files)
+        refuse_files(source.model_or_path, model.quantization, files)
     return _get_weights_iterator(self, source, **options)
 
 
-def refuse_folder(folder: str) -> None:
+def refuse_folder(folder: str, quantization: str | None) -> None:
     """The same of a model's folder, for who has not begun to load; one without safetensors is left for later.
 
+    Args:
+        quantization: SGLang's method of the model's layers.
+
     Raises:
-        ValueError: for quantized weights.
+        ValueError: for weights that the model does not take.
     """
     files = [str(file) for file in sorted(Path(folder).glob("*.safetensors"))]
-    refuse_quantized(folder, filter_duplicate_safetensors_files(files, folder, SAFE_WEIGHTS_INDEX_NAME))
+    files = filter_duplicate_safetensors_files(files, folder, SAFE_WEIGHTS_INDEX_NAME)
+    if files:
+        refuse_files(folder, quantization, files)
 
 
-def refuse_quantized(model: str, files: Iterable[str]) -> None:
-    """Refuse files that hold quantized weights.
+def refuse_files(model: str, quantization: str | None, files: Iterable[str]) -> None:
+    """Refuse quantized weights for layers that are not, and plain ones for layers that need them quantized.
 
     Args:
-        model: what they are of.
+        model: what the files are of.
+        quantization: as :func:`refuse_folder`.
 
     Raises:
-        ValueError: with the first such tensor.
+        ValueError: naming a tensor or the method.
     """
-    for file in files:
-        for name, kind, dimensions in _headers(file):
-            if is_quantized(name, kind, dimensions):
-                raise ValueError(
-                    f"{model}: {name} is of {kind}, a quantized weight, and nothing says how: config.json needs "
-                    "the quantization_config that such weights were saved with"
-                )
+    tensors = (tensor for file in files for tensor in _headers(file))
+    name, kind, _ = next((tensor for tensor in tensors if is_quantized(*tensor)), ("", "", 0))
+    if quantization is None and name:
+        raise ValueError(
+            f"{model}: {name} is of {kind}, a quantized weight, and nothing says how: config.json needs the "
+            "quantization_config that such weights were saved with"
+        )
+    if quantization in BEFOREHAND and not name:
+        raise ValueError(
+            f"{model} has no quantized weights, and layers of {quantization} quantize none: leave out "
+            "--quantization (of a draft: --speculative-draft-model-quantization unquant), or name a checkpoint "
+            "that has them"
+        )
 
 
 def is_quantized(name: str, kind: str, dimensions: int) -> bool:

@@ -1,4 +1,4 @@
-"""Quantized weights of which a config says nothing: no server answers with their bare numbers."""
+"""Weights that are not of the kind that a model's layers take: no server answers by their bare numbers."""
 
 import json
 import shutil
@@ -9,9 +9,10 @@ from conftest import save_random_model
 from greedy import ask
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
 from fathom.runtime.sglang_host import weight_files
-from fathom.server import checks
+from fathom.server import quantized
 from fathom.server.checks import StartError
 
 PROMPT = list(range(300, 340))
@@ -44,7 +45,7 @@ FORMATS = {
 
 
 @pytest.fixture
-def quantized(tiny_model, tmp_path):
+def checkpoint(tiny_model, tmp_path):
     """A function: format -> the tiny model with its projections in it, and a config that does not say so."""
 
     def make(kind):
@@ -59,10 +60,10 @@ def quantized(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_new_weights_that_are_quantized(server, quantized, kind):
+def test_new_weights_that_are_quantized(server, checkpoint, kind):
     """The server would say that it has them, and answer by numbers without their scales, or by the old weights."""
     before = ask(server, PROMPT, None)["output_ids"]
-    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(quantized(kind))})
+    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(checkpoint(kind))})
     assert reply.status_code == 400
     assert (
         "a quantized weight" in reply.json()["message"] and "quantization_config" in reply.json()["message"]
@@ -72,42 +73,57 @@ def test_new_weights_that_are_quantized(server, quantized, kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_model_of_quantized_weights_does_not_start(quantized, kind):
-    model = ModelConfig(str(quantized(kind)))
+def test_a_model_of_quantized_weights_does_not_start(checkpoint, kind):
+    model = ModelConfig(str(checkpoint(kind)))
     with pytest.raises(StartError, match=r": model\.layers\.0\..* a quantized weight, .*quantization_config"):
-        checks.refuse_quantized_weights(model, "auto")
-    checks.refuse_quantized_weights(model, "dummy")  # reads none
-    model.quantization = "fp8"
-    checks.refuse_quantized_weights(model, "auto")
+        quantized.refuse_model(model, "auto")
+    quantized.refuse_model(model, "dummy")  # reads none
+    model.quantization, model.dtype = "awq", torch.float16
+    quantized.refuse_model(model, "auto")  # its layers take what is theirs
 
 
-def test_files_that_are_not_the_models(quantized, tiny_model):
+@pytest.mark.parametrize("method", sorted(weight_files.BEFOREHAND))
+def test_plain_weights_for_layers_that_quantize_none(tiny_model, method):
+    """Of which SGLang makes zeros and scales of whatever the memory held, or a traceback; a draft gets the method
+    of ``--quantization``, too.
+    """
+    assert method in QUANTIZATION_METHODS
+    model = ModelConfig(str(tiny_model))
+    model.quantization, model.dtype = method, torch.bfloat16 if method == "w4afp8" else torch.float16
+    with pytest.raises(
+        StartError, match=f"no quantized weights, and layers of {method} quantize none: leave"
+    ):
+        quantized.refuse_model(model, "auto")
+    quantized.refuse_model(model, "dummy")
+
+
+def test_files_that_are_not_the_models(checkpoint, tiny_model):
     """Beside those of the index."""
-    folder = quantized("fp8")
+    folder = checkpoint("fp8")
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     own = shutil.copy(tiny_model / "model.safetensors", folder / "own.safetensors")
     weight_map = dict.fromkeys(load_file(own), "own.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    weight_files.refuse_folder(str(folder))
+    weight_files.refuse_folder(str(folder), None)
     (folder / "own.safetensors").unlink()
     with pytest.raises(StartError, match=r"own\.safetensors"):
-        checks.refuse_quantized_weights(ModelConfig(str(folder)), "auto")
+        quantized.refuse_model(ModelConfig(str(folder)), "auto")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_files_of_pytorch(quantized, kind, tmp_path):
-    folder = quantized(kind)
+def test_files_of_pytorch(checkpoint, kind, tmp_path):
+    folder = checkpoint(kind)
     file = tmp_path / "pytorch_model.bin"
     torch.save(load_file(folder / "model.safetensors"), file)
     with pytest.raises(ValueError, match="a quantized weight"):
-        weight_files.refuse_quantized("model", [str(file)])
+        weight_files.refuse_files("model", None, [str(file)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_plain_weights(tmp_path, dtype):
     """With what else may lie beside them: masks, positions, numbers of tokens."""
     file = save_random_model(tmp_path, dtype=dtype) / "model.safetensors"
-    weight_files.refuse_folder(str(tmp_path))
+    weight_files.refuse_folder(str(tmp_path), None)
     beside = {
         "attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
         "attn.masked_bias": torch.ones(2, 2, dtype=torch.bool),
@@ -117,6 +133,6 @@ def test_plain_weights(tmp_path, dtype):
         "num_batches_tracked": torch.tensor(1),
     }
     save_file(load_file(file) | beside, file)
-    weight_files.refuse_folder(str(tmp_path))
+    weight_files.refuse_folder(str(tmp_path), None)
     torch.save(load_file(file), tmp_path / "pytorch_model.bin")
-    weight_files.refuse_quantized("model", [str(tmp_path / "pytorch_model.bin")])
+    weight_files.refuse_files("model", None, [str(tmp_path / "pytorch_model.bin")])
