@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from fathom.runtime import quantization
 from fathom.runtime.config import Policy
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -31,6 +32,7 @@ class ModelShape:
     Attributes:
         intermediate: width of the MLP; of all experts that one token uses together.
         kv_itemsize, weight_itemsize: of one KV element and of one weight.
+        layer_bits: of one weight of the layers' matrices where those are quantized, or None.
         experts, experts_per_token: of each layer; 1 where the MLP is one for all tokens.
     """
 
@@ -45,13 +47,15 @@ class ModelShape:
     weight_itemsize: int = 2
     experts: int = 1
     experts_per_token: int = 1
+    layer_bits: float | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """The shape in a Hugging Face ``config.json``; itemsizes from its dtype.
+        """The shape in a Hugging Face ``config.json``; itemsizes from its dtype, or its quantization.
 
         Raises:
-            ValueError: for latent attention, and for experts that are not the same in all layers.
+            ValueError: for latent attention, for experts that are not the same in all layers, and for quantized
+                weights whose size is not known.
         """
         config = {**config, **(config.get("text_config") or {})}
         if config.get("kv_lora_rank"):
@@ -67,10 +71,11 @@ class ModelShape:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab=config["vocab_size"],
-            kv_itemsize=itemsize,
+            kv_itemsize=quantization.kv_bytes(config) or itemsize,
             weight_itemsize=itemsize,
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
+            layer_bits=quantization.layer_bits(config),
         )
 
     @property
@@ -103,7 +108,8 @@ class ModelShape:
         met = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** batch)
         expert = 3 * self.hidden * self.intermediate / self.experts_per_token
         layer = self.layer_weights + expert * (met - self.experts_per_token)
-        return (self.layers * layer + self.head_weights) * self.weight_itemsize
+        layer_bytes = self.weight_itemsize if self.layer_bits is None else self.layer_bits / 8
+        return self.layers * layer * layer_bytes + self.head_weights * self.weight_itemsize
 
 
 def _intermediate(config: Mapping[str, Any]) -> int:

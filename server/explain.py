@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime import config, cost
+from fathom.runtime import config, cost, quantization
 from fathom.runtime.plan import PlanError
 from fathom.runtime.sfi import options as sfi_options
 from fathom.runtime.sfi.config import SfiConfig
@@ -26,6 +26,8 @@ from fathom.server.units import flops, json_object, size, token_count
 
 KV_BYTES = {"bf16": 2, "bfloat16": 2} | dict.fromkeys(NARROW, 1)
 """Of a number in what ``--kv-cache-dtype`` names; with ``auto`` it is the model's."""
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""Where ModelOpt may say what others say in ``quantization_config``."""
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.
 """
@@ -133,10 +135,16 @@ def read_config(model: str) -> tuple[cost.ModelShape, dict[str, Any]]:
     path = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(path.read_text())
+        beside = path.with_name(MODELOPT_CONFIG)
+        if beside.exists() and not quantization.told(content):
+            content["quantization_config"] = json.loads(beside.read_text())["quantization"]
         shape = cost.ModelShape.from_config(content)
-        if odd := [name for name, value in asdict(shape).items() if type(value) is not int or value < 1]:
+        sizes = {name: value for name, value in asdict(shape).items() if name != "layer_bits"}
+        if odd := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
-        return shape, content.get("text_config") or content
+        if shape.layer_bits is not None and not 1 <= shape.layer_bits <= 32:
+            raise ValueError(f"weights of {shape.layer_bits:g} bits")
+        return shape, {**content, **(content.get("text_config") or {})}
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
     except KeyError as error:
@@ -202,6 +210,10 @@ def case_of(options: argparse.Namespace) -> Case:
         notes.append(
             f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token; a server "
             "whose engine has such windows takes no policy but exact."
+        )
+    if kept := quantization.kept_layers(content):
+        notes.append(
+            f"Layers that were left as they were ({', '.join(kept[:3])}) are counted as quantized ones."
         )
     if shape.experts > 1 and options.batch > 1:
         notes.append(
