@@ -35,7 +35,7 @@ WEIGHT_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "model_loader.loader:DefaultModelLoader.Source",
         "read",
-        "says which model a checkpoint is for, and so whether that one is quantized",
+        "says which model a checkpoint is for, and so whether that one is quantized, and of which shapes",
         None,
         lambda c: "model_config" in c.__dataclass_fields__,
     ),

@@ -72,6 +72,29 @@ def test_new_weights_that_are_quantized(server, checkpoint, kind):
     assert ask(server, PROMPT, None)["output_ids"] == before
 
 
+def test_new_weights_of_another_shape(server, tmp_path):
+    """SGLang would take the part of them that fits, and say that it has them all."""
+    before = ask(server, PROMPT, None)["output_ids"]
+    other = save_random_model(tmp_path, intermediate_size=256, initializer_range=0.3)
+    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(other)})
+    assert reply.status_code == 400
+    assert "proj.weight has the shape [" in reply.json()["message"]
+    server.flush()
+    assert ask(server, PROMPT, None)["output_ids"] == before
+
+
+def test_new_weights_that_cannot_take_the_place_of_the_served():
+    served = {"a.weight": (2, 4), "b.weight": (3,)}
+    weight_files.refuse_change("model", None, {"a.weight": (2, 4), "lm_head.weight": (4, 4)}, served)
+    weight_files.refuse_change("model", "fp8", served, served)
+    with pytest.raises(ValueError, match=r"a\.weight has the shape \[2, 8\], in the served model \[2, 4\]"):
+        weight_files.refuse_change("model", None, served | {"a.weight": (2, 8)}, served)
+    with pytest.raises(ValueError, match=r"tensors of other names, a\.weight for one"):
+        weight_files.refuse_change("model", None, {"c.weight": (2, 4)}, served)
+    with pytest.raises(ValueError, match="weights of awq are laid out anew"):
+        weight_files.refuse_change("model", "awq", served, served)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_model_of_quantized_weights_does_not_start(checkpoint, kind):
     model = ModelConfig(str(checkpoint(kind)))
