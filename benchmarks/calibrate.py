@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from fathom.benchmarks import plot_calibration
 from fathom.benchmarks.args import result_file
+from fathom.runtime import quantization
 from fathom.runtime.plan import PlanError, choose_span
 from fathom.server.checks import FAILURE, StartError, check_model, demo_model, one_line
 from fathom.server.picture import can_draw_png
@@ -182,12 +183,17 @@ def main(argv: list[str]) -> int:
     torchvision_ops.declare()  # transformers imports torchvision too
     model = options.model_path or str(demo_model())
     check_model(model)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PretrainedConfig
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise StartError(f"no tokenizer at {model}: {one_line(error)}") from None
+    if quantization.told(PretrainedConfig.get_config_dict(model)[0]):
+        raise StartError(
+            f"{model} has quantized weights, which Transformers does not multiply here: calibrate with the model "
+            "that it was made from, and serve it with that profile"
+        )
     prompts = read_prompts(options.prompts, tokenizer, options.max_tokens)
     result = measure(model, prompts, options)
     print(table(result))
