@@ -6,7 +6,6 @@ weights it copies into layers for small integers, whose scales are then whatever
 another shape are cut to the model's, as for a device that has a part of them.
 """
 
-import contextlib
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -146,12 +145,19 @@ def is_quantized(name: str, kind: str, shape: Shape) -> bool:
 
 
 def _headers(file: str) -> Iterator[Header]:
-    """A file that cannot be read is SGLang's to report."""
+    """What is in a file.
+
+    Raises:
+        ValueError: for safetensors that are broken or cut off.
+    """
     if file.endswith(".safetensors"):
-        with contextlib.suppress(SafetensorError, OSError), safe_open(file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  it has no other way to be asked
-                about = stored.get_slice(name)
-                yield name, about.get_dtype(), tuple(about.get_shape())
+        try:
+            with safe_open(file, "pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  it has no other way to be asked
+                    about = stored.get_slice(name)
+                    yield name, about.get_dtype(), tuple(about.get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
         return
     try:
         tensors = torch.load(file, map_location="meta", weights_only=True, mmap=True)

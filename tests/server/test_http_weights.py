@@ -83,6 +83,21 @@ def test_new_weights_of_another_shape(server, tmp_path):
     assert ask(server, PROMPT, None)["output_ids"] == before
 
 
+def test_new_weights_that_are_cut_off(server, tmp_path):
+    """Of two files the second: SGLang would have changed what is in the first."""
+    before = ask(server, PROMPT, None)["output_ids"]
+    whole = save_random_model(tmp_path, initializer_range=0.3) / "model.safetensors"
+    tensors, files = load_file(whole), ("1.safetensors", "2.safetensors")
+    whole.unlink()
+    for file, names in zip(files, (list(tensors)[::2], list(tensors)[1::2]), strict=True):
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    (tmp_path / files[1]).write_bytes((tmp_path / files[1]).read_bytes()[:-1000])
+    reply = server.client.post("/update_weights_from_disk", json={"model_path": str(tmp_path)})
+    assert reply.status_code == 400 and "2.safetensors cannot be read: " in reply.json()["message"]
+    server.flush()
+    assert ask(server, PROMPT, None)["output_ids"] == before
+
+
 def test_new_weights_that_cannot_take_the_place_of_the_served():
     served = {"a.weight": (2, 4), "b.weight": (3,)}
     weight_files.refuse_change("model", None, {"a.weight": (2, 4), "lm_head.weight": (4, 4)}, served)
