@@ -23,7 +23,7 @@ from fathom.kernels.paged_attention_cpu import EVERYTHING
 from fathom.kernels.softmax_cpu import KEYS_PER_BLOCK, PARTS, raise_top, weigh
 from fathom.kernels.work_sharing_cpu import take
 
-TILE_ROWS = 256
+TILE_ROWS = 512
 """Query rows that share a layout of keys and values."""
 
 ROWS_TOGETHER = 16
