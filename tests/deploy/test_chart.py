@@ -148,6 +148,12 @@ def test_fathom_accepts_the_arguments(release, tmp_path):
         assert work.gate.max_in_flight == 256 and work.gate.drain_seconds == 120
 
 
+def test_pods_that_have_ipv6_addresses_only_can_be_probed():
+    """0.0.0.0 is none of theirs."""
+    ((_, spec),) = pods(render({"server": {"host": "::"}}))
+    assert command_line.plan(spec["containers"][0]["args"][1:]).host == "::"
+
+
 def test_sglang_has_the_options_and_the_routes(release):
     """By name, in the installed SGLang's text: importing it would take longer than all other tests here."""
     package = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
@@ -277,6 +283,8 @@ def test_a_router_without_keys():
         {"server": {"extraArgs": ["--port=8080"]}},
         {"server": {"extraArgs": ["--host", "::"]}},
         {"policy": {"args": ["--port", "30001"]}},
+        {"server": {"host": "127.0.0.1"}},
+        {"server": {"host": "::"}, "router": {"enabled": True}},
     ],
     ids=[
         "preset",
@@ -300,6 +308,8 @@ def test_a_router_without_keys():
         "a port that the Service does not know",
         "an address of one's own",
         "a port among the policy's flags",
+        "an address that no probe reaches",
+        "a router that could not be reached",
     ],
 )
 def test_mistaken_values_are_refused(values):

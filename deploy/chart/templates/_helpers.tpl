@@ -48,13 +48,16 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $others := 0 -}}
 {{- range concat .Values.server.extraArgs .Values.policy.args -}}
 {{- if regexMatch "^--(host|port)(=|$)" . -}}
-{{- fail (printf "%s: the probes and the Service want 0.0.0.0 and port 30000 of the pod; service.port is what others see" .) -}}
+{{- fail (printf "%s: the probes and the Service want all addresses and port 30000 of the pod; server.host and service.port are the values" .) -}}
 {{- else if regexMatch "^--(pp-size|pipeline-parallel-size|dp-size|data-parallel-size)(=|$)" . -}}
 {{- $others = 1 -}}
 {{- end -}}
 {{- end -}}
 {{- if and (gt (int .Values.gpu.count) (int .Values.parallel.tensorSize)) (not $others) -}}
 {{- fail (printf "gpu.count %d is more than parallel.tensorSize %d: a replica uses as many GPUs as the latter says" (int .Values.gpu.count) (int .Values.parallel.tensorSize)) -}}
+{{- end -}}
+{{- if and .Values.router.enabled (ne .Values.server.host "0.0.0.0") -}}
+{{- fail (printf "server.host %s cannot be had with router.enabled: the router listens on IPv4" .Values.server.host) -}}
 {{- end -}}
 {{- with .Values.autoscaling -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
@@ -80,7 +83,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- else }}
 - --demo
 {{- end }}
-- --host=0.0.0.0
+- {{ printf "--host=%s" .Values.server.host | quote }}
 - --port=30000
 {{- with .Values.model.name }}
 - {{ printf "--served-model-name=%s" . | quote }}
