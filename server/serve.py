@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import sys
 import traceback
 from dataclasses import replace
@@ -37,6 +38,17 @@ ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 1,024 each, which prompts of ever new lengths fill with hundreds of MiB that leave the heap in pieces. To make one
 again takes about a millisecond."""
 PRODUCTS_KEPT = "128"
+KILLED = {
+    signal.SIGKILL: (
+        "most often the memory of the machine or the container is too small; give it more, or on a CPU a smaller "
+        "KV pool (--max-total-tokens)"
+    ),
+    signal.SIGBUS: (
+        "most often a file in memory found no room; make /dev/shm larger (docker --shm-size, the chart's "
+        "sharedMemory)"
+    ),
+}
+"""By the signal that ended an engine process before the server was ready: why, and what to do."""
 DIAGNOSES = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 """What SGLang does with the engine processes that are left when one has failed, or at SIGTERM after a failed health
 check: 65 s and more in which the HTTP process does nothing else, SIGTERM included. Off, unless the operator says
@@ -250,4 +262,7 @@ def _engine_error(error: BaseException) -> StartError:
     message = checks.one_line(error)
     if f"exit code: {checks.SEAM}" in message:
         return StartError("an engine process refused this SGLang; its reason is above", checks.SEAM)
+    for number, reason in KILLED.items():
+        if f"exit code: {-number})" in message:
+            message = f"an engine process was ended ({number.name}) while it started: {reason}"
     return StartError(message, checks.FAILURE)

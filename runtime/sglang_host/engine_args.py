@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fathom.runtime import control_groups
 from fathom.runtime.plan import choose_span
 
 if TYPE_CHECKING:
@@ -280,8 +281,10 @@ GPU_RULES = (
     *ANYWHERE,
 )
 
-# The pool is the host's memory, written to when it is made: take what can be used, not half of the machine.
+# The pool is the host's memory, written to when it is made: take what can be used, not half of the machine. Beside
+# it a container has to hold the weights and three processes, together 1.1 GB for the demo.
 CPU_KV_BYTES = 4 << 30
+CONTAINER_SHARE = 4
 CPU_KV_CONTEXTS = 16  # requests of full context length
 
 
@@ -311,7 +314,7 @@ def cpu_pool_tokens(
     depth_span: int | None = None,
     shallow_factor: int | None = None,
 ) -> int:
-    """Size of the KV pool on a CPU in tokens: 4 GiB, or 16 contexts where that is less.
+    """Size of the KV pool on a CPU in tokens: 4 GiB, a quarter of the container's limit or 16 contexts, the least.
 
     Args:
         config: the model's Hugging Face configuration; draft: the draft model's, whose KV counts too.
@@ -329,7 +332,9 @@ def cpu_pool_tokens(
         spans = text.num_hidden_layers // choose_span(text.num_hidden_layers, depth_span)
         per_token += min(shallow_factor or spans, spans) * kv_bytes_per_token(draft, dtype_bytes)
     context = context_length or text.max_position_embeddings
-    return min(CPU_KV_BYTES // per_token, CPU_KV_CONTEXTS * context)
+    limit = control_groups.memory()
+    size = CPU_KV_BYTES if limit is None else min(CPU_KV_BYTES, limit // CONTAINER_SHARE)
+    return min(size // per_token, CPU_KV_CONTEXTS * context)
 
 
 def _limit_cpu_pool(argv: list[str], depth_span: int | None, shallow_factor: int | None) -> list[str]:

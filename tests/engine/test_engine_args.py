@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fathom.runtime import control_groups
 from fathom.runtime.sglang_host import engine_args
 
 
@@ -42,16 +43,25 @@ def config(**fields):
         ({"num_hidden_layers": 1, "max_position_embeddings": 512}, 2, None, 16 * 512),
     ],
 )
-def test_the_pool_is_4_gib_or_16_contexts(fields, dtype_bytes, context, tokens):
+def test_the_pool_is_4_gib_or_16_contexts(fields, dtype_bytes, context, tokens, monkeypatch):
+    monkeypatch.setattr(control_groups, "memory", lambda: None)
     assert engine_args.cpu_pool_tokens(config(**fields), dtype_bytes, context) == tokens
+
+
+@pytest.mark.parametrize(("limit", "pool"), [(2 << 30, 1 << 29), (16 << 30, 4 << 30), (64 << 30, 4 << 30)])
+def test_the_pool_leaves_room_in_a_container(monkeypatch, limit, pool):
+    """It is written to when it is made: as large as the container's memory, it would end the engine at once."""
+    monkeypatch.setattr(control_groups, "memory", lambda: limit)
+    assert engine_args.cpu_pool_tokens(config(), 2, None) == pool // (2 * 32 * 8 * 128 * 2)
 
 
 @pytest.mark.parametrize(
     ("span", "factor", "slots"),
     [(8, None, 4), (1, None, 32), (16, None, 2), (32, None, 1), (1, 3, 3), (16, 3, 2)],
 )
-def test_the_pool_leaves_room_for_the_drafts_slots(span, factor, slots):
+def test_the_pool_leaves_room_for_the_drafts_slots(span, factor, slots, monkeypatch):
     """A slot of the draft's for each virtual one: as many per token as spans, or fewer if the operator says so."""
+    monkeypatch.setattr(control_groups, "memory", lambda: None)
     draft = config(num_hidden_layers=4, num_key_value_heads=2, head_dim=64)
     tokens = engine_args.cpu_pool_tokens(config(), 2, None, draft, span, factor)
     assert tokens == (4 << 30) // (2 * 32 * 8 * 128 * 2 + slots * 2 * 4 * 2 * 64 * 2)

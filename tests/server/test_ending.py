@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from fathom.server import serve
 
 SCRIPT = """
 import os, signal, subprocess, sys
@@ -89,3 +92,17 @@ def test_the_folder_of_metrics_ends_with_the_process_that_made_it():
     assert done.returncode == 0, done.stderr
     folder, there = done.stdout.split()
     assert there == "True" and not os.path.exists(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(signal.SIGKILL, "--max-total-tokens"), (signal.SIGBUS, "--shm-size")]
+)
+def test_an_engine_process_that_the_system_ends_at_start_is_told_with_what_to_do(number, remedy):
+    """In SGLang's words there is a number, of which it explains one by a command that a container does not have."""
+    from sglang.srt.entrypoints.engine import _scheduler_died_error
+
+    died = SimpleNamespace(exitcode=-number, join=lambda timeout: None)
+    error = serve._engine_error(_scheduler_died_error(0, died))
+    assert error.code == 1 and number.name in str(error) and remedy in str(error)
+    died.exitcode = 3
+    assert serve._engine_error(_scheduler_died_error(0, died)).code == 3
