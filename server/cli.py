@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, 1 for a failure, 2 for a wrong command line, 3 for an unknown SGLang, 141 where the reader
         of the output has gone, as a shell has it for SIGPIPE.
     """
+    _replace_closed_streams()
     try:
         try:
             return _run(argv)
@@ -63,6 +64,16 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _replace_closed_streams() -> None:
+    """Have an output where this process was given none, which libraries rely on.
+
+    A file that is opened gets the lowest free number, so that no connection gets that of an output and its text.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _run(argv: list[str] | None) -> int:

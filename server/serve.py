@@ -43,6 +43,10 @@ KILLED = {
         "most often the memory of the machine or the container is too small; give it more, or on a CPU a smaller "
         "KV pool (--max-total-tokens)"
     ),
+    signal.SIGABRT: (
+        "its own report is above; `Resource temporarily unavailable` there means that the limit of processes and "
+        "threads (ulimit -u, docker --pids-limit) is too low"
+    ),
     signal.SIGBUS: (
         "most often a file in memory found no room; make /dev/shm larger (docker --shm-size, the chart's "
         "sharedMemory)"

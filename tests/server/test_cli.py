@@ -176,6 +176,26 @@ def test_the_environment_must_not_bypass_us(capsys, monkeypatch):
     assert "no such folder" in capsys.readouterr().err
 
 
+CLOSED = """
+import os, sys
+from fathom.server import cli
+assert cli.main(["version"]) == 0
+told = os.open(sys.argv[1], os.O_WRONLY)
+os.write(told, f"{told} {os.path.realpath('/proc/self/fd/1')} {sys.stdout.isatty()}".encode())
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_without_an_output_it_runs_and_no_other_file_takes_its_place(tmp_path, closed):
+    result = tmp_path / "result"
+    result.touch()
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED, str(result)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 0
+    number, output, terminal = result.read_text().split()
+    assert int(number) > 2 and (output, terminal) == ("/dev/null", "False")
+
+
 def test_a_home_that_cannot_be_written_to_is_one_line():
     """PyTorch makes a folder there while it is imported, or where this process's PyTorch has named another."""
     nowhere = dict.fromkeys(("HOME", "TORCHINDUCTOR_CACHE_DIR"), "/dev/null/none")

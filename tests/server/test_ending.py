@@ -95,7 +95,12 @@ def test_the_folder_of_metrics_ends_with_the_process_that_made_it():
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(signal.SIGKILL, "--max-total-tokens"), (signal.SIGBUS, "--shm-size")]
+    ("number", "remedy"),
+    [
+        (signal.SIGKILL, "--max-total-tokens"),
+        (signal.SIGBUS, "--shm-size"),
+        (signal.SIGABRT, "--pids-limit"),
+    ],
 )
 def test_an_engine_process_that_the_system_ends_at_start_is_told_with_what_to_do(number, remedy):
     """In SGLang's words there is a number, of which it explains one by a command that a container does not have."""
