@@ -20,11 +20,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from fathom.kernels import numba_cache
+from fathom.kernels import numba_cache_cpu
 
 logger = logging.getLogger(__name__)
 
-numba_cache.install()
+numba_cache_cpu.install()
 
 # One pool of threads for PyTorch's operators and Numba's kernels: PyTorch's OpenMP library is in the global scope,
 # where Numba's OpenMP layer looks first. With a pool each, the threads of one wait actively while the other's

@@ -6,7 +6,7 @@ import resource
 import numba
 import pytest
 
-from fathom.kernels import numba_cache, numba_cpu  # noqa: F401 -- the latter installs the former
+from fathom.kernels import numba_cache_cpu, numba_cpu  # noqa: F401 -- the latter installs the former
 
 SOURCE = """
 from numba import njit
@@ -33,7 +33,7 @@ def declare(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", NOWHERE)
 
     def declared():
-        numba_cache._tell.cache_clear()
+        numba_cache_cpu._tell.cache_clear()
         spec = importlib.util.spec_from_file_location(source.stem, source)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -44,9 +44,9 @@ def declare(tmp_path, monkeypatch):
 
 def told(caplog):
     """What was told since the last call."""
-    messages = [record.getMessage() for record in caplog.records if record.name == numba_cache.__name__]
+    messages = [record.getMessage() for record in caplog.records if record.name == numba_cache_cpu.__name__]
     caplog.clear()
-    assert all(message.endswith(numba_cache.REMEDY) for message in messages)
+    assert all(message.endswith(numba_cache_cpu.REMEDY) for message in messages)
     return messages
 
 
