@@ -27,7 +27,7 @@ TILE_ROWS = 512
 """Query rows that share a layout of keys and values."""
 
 ROWS_TOGETHER = 16
-"""Rows whose scores of a block are weighed while those of the next ones are computed."""
+"""Rows whose scores of a block are weighed while those of the next ones are computed; a multiple of ``ROWS``."""
 
 
 def plan_tiles(
@@ -170,14 +170,8 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
                     # AMX's unit works on the rows behind these and before them while the vectors' works on these.
                     later = row + ROWS_TOGETHER
                     if later < rows:
-                        product(
-                            scores,
-                            ROWS_TOGETHER - own,
-                            q,
-                            later,
-                            min(ROWS_TOGETHER, whole - later),
-                            key_pairs,
-                        )
+                        lines = min(ROWS_TOGETHER, whole - later)
+                        product(scores, ROWS_TOGETHER - own, q, later, lines, key_pairs)
                     if row > unseen:
                         add_product(sums, row - ROWS_TOGETHER, weight_pairs, 0, ROWS_TOGETHER, value_pairs)
                     last = min(later, rows)
@@ -195,10 +189,8 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
                 rest = (rows - 1) // ROWS_TOGETHER * ROWS_TOGETHER
                 add_product(sums, rest, weight_pairs, 0, whole - rest, value_pairs)
             for x in range(rows):
-                result, factor = (
-                    output[at + x // group, h * group + x % group],
-                    np.float32(1) / totals[x].sum(),
-                )
+                result = output[at + x // group, h * group + x % group]
+                factor = np.float32(1) / totals[x].sum()
                 for d in range(value_dim):
                     result[d] = from_float32(sums[x, d] * factor, result)
         end_products(others)

@@ -20,7 +20,9 @@ from fathom.kernels.numba_cpu import APPROXIMATE, INNER, call, exp_float32
 
 KEYS_PER_BLOCK = 64
 """Scores of a row that are taken at a time."""
-PARTS = 16
+_LANES = 16
+"""Numbers of float32 in a vector."""
+PARTS = _LANES
 """A row's total is kept in so many parts, which are added up at the end."""
 
 
@@ -132,7 +134,7 @@ def _factors(scale):
     return rough, np.float32(factor - np.float64(rough))
 
 
-_HALVES = ir.VectorType(ir.IntType(16), PARTS)
+_HALVES = ir.VectorType(ir.IntType(16), _LANES)
 _LEAST = -126.0
 """Two to less than this power is none of float32's normal numbers, and would take a processor long."""
 
@@ -180,8 +182,8 @@ def _powers_of_two(typing_context, scores, i, factors, top, weights, j, totals, 
     """:func:`_weigh` with bfloat16 weights."""
 
     def codegen(context, builder, signature, args):
-        rough, fine = (spread(builder, builder.extract_value(args[2], n), PARTS) for n in range(2))
-        less, usual = spread(builder, builder.fneg(args[3]), PARTS), ir.Constant(ir.IntType(32), 4)
+        rough, fine = (spread(builder, builder.extract_value(args[2], n), _LANES) for n in range(2))
+        less, usual = spread(builder, builder.fneg(args[3]), _LANES), ir.Constant(ir.IntType(32), 4)
         line = _line(context, builder, signature, args, 4, 5, _HALVES)
         powers = []
         for n, score in enumerate(_row(context, builder, signature, args, 0, FLOATS)):
@@ -217,11 +219,11 @@ def _line(context, builder, signature, args, array, row, vector):
 def _row(context, builder, signature, args, array, vector):
     """The vectors of the row of an array that the argument behind it tells."""
     first = _line(context, builder, signature, args, array, array + 1, vector)
-    return [builder.load(offset(builder, first, n), align=4) for n in range(KEYS_PER_BLOCK // PARTS)]
+    return [builder.load(offset(builder, first, n), align=4) for n in range(KEYS_PER_BLOCK // _LANES)]
 
 
 def _constants(value):
-    return ir.Constant(FLOATS, [value] * PARTS)
+    return ir.Constant(FLOATS, [value] * _LANES)
 
 
 def _larger(builder, a, b):

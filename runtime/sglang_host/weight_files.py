@@ -55,9 +55,12 @@ def get_weights_iterator(self: DefaultModelLoader, source: Any, **options: Any) 
     """
     model = source.model_config
     if model is not None:
-        _, files, _ = self._prepare_weights(
-            source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
-        )
+        if (found := options.get("resolved_source")) is not None:
+            files = found.weight_files
+        else:
+            _, files, _ = self._prepare_weights(
+                source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
+            )
         refuse_files(source.model_or_path, model.quantization, files)
         shapes = {name: shape for file in files for name, _, shape in _headers(file)}
         if (served := getattr(model, SHAPES, None)) is None:

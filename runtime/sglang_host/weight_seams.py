@@ -33,6 +33,14 @@ WEIGHT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "model_loader.loader:DefaultModelLoader.ResolvedSource",
+        "read",
+        "the files of a checkpoint that SGLang has looked up before",
+        None,
+        lambda c: "weight_files" in c.__dataclass_fields__,
+    ),
+    relies_on(
+        SCHEDULER,
         "model_loader.loader:DefaultModelLoader.Source",
         "read",
         "says which model a checkpoint is for, and so whether that one is quantized, and of which shapes",
