@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads
-from fathom.kernels.packed_linear_cpu import (
+from fathom.kernels.few_rows_linear_cpu import (
     NOTHING,
-    WIDTHS,
     begin_products,
     block_products,
+    blocks_in,
     end_products,
+    example_lines,
     in_whole_tiles,
     products,
     whole_tiles,
 )
+from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads
 from fathom.kernels.rms_norm import add_norm_row, norm_row
 from fathom.kernels.rotary import turn_token
 from fathom.kernels.silu_and_mul import silu_row
@@ -34,7 +35,7 @@ class BeforeAttention:
 
     Attributes:
         gain: [hidden] of the norm; eps: of all norms.
-        lines: [.., width] int32, the projection as ``packed_linear_cpu.blocks_of`` has it.
+        lines: the projection, as ``few_rows_linear_cpu.py`` has it.
         bias: [outputs] of the projection; query_gain, key_gain: [head_dim] of the norms of every head. ``NOTHING``
             where there is none.
         cos_sin: [positions, rotary_dim].
@@ -102,8 +103,7 @@ class AfterAttention:
     """What a layer does after its attention: output projection, norm, gated feed-forward.
 
     Attributes:
-        output, gate_up, down: the matrices as ``packed_linear_cpu.blocks_of`` has them; of ``gate_up`` the gates
-            come first, in whole blocks.
+        output, gate_up, down: the matrices, likewise; of ``gate_up`` the gates come first, in whole blocks.
         gain: [hidden] of the norm; eps: its epsilon.
     """
 
@@ -149,18 +149,17 @@ def check_positions(positions: torch.Tensor, cos_sin: np.ndarray) -> np.ndarray:
     return places
 
 
-def warm_up() -> None:
-    """Compile the kernels now, so that no request waits for them (seconds, cached on disk)."""
+def warm_up(packed: bool) -> None:
+    """Compile the kernels for one kind of weights now, so that no request waits for them."""
     match_torch_threads()
-    width = WIDTHS[0]
-    one, gain = np.zeros((16, width), np.int32), np.zeros(32, np.uint16)
+    one, gain = example_lines(1, 32, packed), np.zeros(32, np.uint16)
     hidden = torch.zeros(1, 32, dtype=torch.bfloat16)
     angles = gain.reshape(1, 32)
     before = BeforeAttention(gain, 1e-6, one, NOTHING, NOTHING, NOTHING, angles, 32, 32, 0, 32)
     for residual in (None, hidden):
         before(torch.zeros(1, dtype=torch.int64), hidden, residual)
-    two = np.zeros((32, width), np.int32)
-    AfterAttention(one, gain, 1e-6, two, two)(hidden, hidden)
+    gate_up, down = example_lines(2, 32, packed), example_lines(1, 64, packed)
+    AfterAttention(one, gain, 1e-6, gate_up, down)(hidden, hidden)
 
 
 @njit(**LOOPS)
@@ -190,7 +189,7 @@ def before_rows(
     threads,
 ):
     rows, width = hidden.shape
-    normed = np.empty((whole_tiles(rows), width), np.uint16)
+    normed = np.empty((whole_tiles(rows, lines), width), np.uint16)
     for r in range(rows):
         if first:
             norm_row(hidden[r], gain, epsilon, normed[r])
@@ -217,8 +216,8 @@ def before_rows(
 @njit(parallel=True, **LOOPS)
 def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden, total, threads):
     rows, width = hidden.shape
-    tiles = whole_tiles(rows)
-    left = in_whole_tiles(attended)
+    tiles = whole_tiles(rows, output)
+    left = in_whole_tiles(attended, output)
     projected = np.empty((rows, width), np.uint16)
     none = np.empty(0, np.uint16)
     products(left, output, none, projected, threads)
@@ -226,7 +225,7 @@ def after_rows(attended, residual, output, gain, epsilon, gate_up, down, hidden,
     for r in range(rows):
         add_norm_row(projected[r], residual[r], gain, epsilon, normed[r], total[r])
     inner = normed.view(np.int32)
-    gates, size = len(gate_up) // inner.shape[1] // 2, gate_up.shape[1]
+    gates, size = blocks_in(gate_up, inner.shape[1]) // 2, gate_up.shape[1]
     active = np.empty((tiles, gates * size), np.uint16)
     shares = even_shares(gates, threads)
     taken = shares[:-1].copy()

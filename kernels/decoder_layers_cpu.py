@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from fathom.kernels.decoder_layer_cpu import (
     AfterAttention,
@@ -23,12 +23,12 @@ from fathom.kernels.decoder_layer_cpu import (
     check_positions,
 )
 from fathom.kernels.kv_pair import KvPair
-from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32
+from fathom.kernels.numba_cpu import INNER, LOOPS, as_array, from_float32, to_float32
 from fathom.kernels.paged_attention_cpu import (
     NO_EVIDENCE,
     Tasks,
+    address_of_kernel,
     plan_packed,
-    products_kernel,
     takes_products,
 )
 from fathom.kernels.store_kv_cpu import store_rows
@@ -89,7 +89,7 @@ class DecoderLayers:
             heads, kv_heads: of the attention; scale: factor on its dot products.
 
         Raises:
-            ValueError: layers differ in more than their numbers, or attention has no bfloat16 products for them.
+            ValueError: layers differ in more than their numbers.
         """
         self.halves = list(halves)  # weights live as long as their addresses are used
         forms = {_form(*both) for both in halves}
@@ -97,25 +97,15 @@ class DecoderLayers:
             raise ValueError(f"layers are of {len(forms)} forms")
         before, after = self.halves[0]
         self.before = before
-        widths = {x.shape[1] for x in (before.lines, after.output, after.gate_up, after.down)}
-        if len(widths) != 1:
-            raise ValueError(f"matrices in blocks of {sorted(widths)} outputs")
         dims = before.head_dim, before.value // kv_heads
-        if not takes_products(torch.bfloat16, torch.bfloat16, *dims):
-            raise ValueError(f"no bfloat16 products for keys and values of {dims}")
-        self.sizes = (
-            heads,
-            kv_heads,
-            *dims,
-            before.lines.shape[1],
-            *(len(x) for x in _arrays(before, after)),
-        )
+        self.sizes = (heads, kv_heads, *dims)
+        self.shapes = tuple(x.shape for x in _arrays(before, after))
+        products = takes_products(torch.bfloat16, torch.bfloat16, *dims)
+        self.operand = np.uint16 if products else np.float32
         self.weights = np.array([[x.ctypes.data for x in _arrays(*both)] for both in halves], np.int64)
         self.epsilons = np.float32(before.eps), np.float32(after.eps)
         self.scale = np.float32(scale)
-        self.attention = products_kernel(
-            heads // kv_heads, before.head_dim, before.value // kv_heads, _ATTENTION
-        )
+        self.attention = address_of_kernel(heads // kv_heads, *dims, _ATTENTION[products])
 
     def __call__(
         self, positions: torch.Tensor, hidden: torch.Tensor, runs: Sequence[Reads]
@@ -138,6 +128,8 @@ class DecoderLayers:
             return None
         places = check_positions(positions, self.before.cos_sin)
         done, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        heads, _, head_dim, _ = self.sizes
+        operand = np.empty((len(hidden), heads, head_dim), self.operand)
         given = so_far = as_array(hidden)
         results, first = (as_array(done), as_array(total)), 0
         for reads in runs:
@@ -147,7 +139,9 @@ class DecoderLayers:
                 self.weights[first : first + len(reads.pools)],
                 reads.addresses,
                 self.sizes,
+                self.shapes,
                 self.epsilons,
+                operand,
                 pool,
                 compact,
                 self.before.cos_sin,
@@ -209,8 +203,7 @@ def warm_up(layers: DecoderLayers) -> None:
 
 _BITS, _FLOATS, _COUNTS = types.uint16, types.float32, types.int64[::1]
 _POOL = types.Tuple((_BITS[:, ::1], types.int64, types.int64) * 2)
-_ATTENTION = (
-    _BITS[:, :, ::1],
+_ATTENTION_READS = (
     _POOL,
     _POOL,
     types.int32[:, ::1],
@@ -220,16 +213,19 @@ _ATTENTION = (
     types.Tuple((_FLOATS[:, :, ::1], _FLOATS[:, ::1])),
     _FLOATS,
 )
-"""The arguments of attention's kernel for bfloat16."""
+_ATTENTION = {
+    products: (query[:, :, ::1], *_ATTENTION_READS) for products, query in ((True, _BITS), (False, _FLOATS))
+}
+"""The arguments of attention's kernel over bfloat16 keys and values, with bfloat16 products and without."""
 
 
 @intrinsic
 def _attend(typing_context, address, arguments):
-    """Call the kernel at ``address``, compiled for ``_ATTENTION``, with these arguments.
+    """Call the kernel at ``address``, compiled for one of ``_ATTENTION``, with these arguments.
 
     By its address, because a function that names the kernel, one of many by shape, could not be kept on disk.
     """
-    if tuple(arguments) != _ATTENTION:
+    if tuple(arguments) not in _ATTENTION.values():
         return None
 
     def codegen(context, builder, signature, values):
@@ -256,6 +252,30 @@ def _pointer(typing_context, address, kind):
     return element(address, kind), codegen
 
 
+def _for_attention(query, operand):
+    """Queries as attention's kernel takes them, [rows, heads, head_dim].
+
+    Args:
+        query: [rows, heads * head_dim] uint16, bfloat16 numbers.
+        operand: float32, to be filled, or uint16 where they are taken as they are.
+    """
+
+
+@overload(_for_attention, jit_options=INNER)
+def _queries(query, operand):
+    if operand.dtype == types.uint16:
+        return lambda query, operand: query.reshape(operand.shape)
+
+    def widened(query, operand):
+        numbers = operand.reshape(query.shape)
+        for r in range(len(query)):
+            for j in range(query.shape[1]):
+                numbers[r, j] = to_float32(query[r, j])
+        return operand
+
+    return widened
+
+
 _BIT, _LINE, _SLOT = np.uint16(0), np.int32(0), np.int64(0)
 
 
@@ -265,7 +285,9 @@ def _layers(
     weights,
     kv,
     sizes,
+    shapes,
     epsilons,
+    operand,
     pool,
     compact,
     cos_sin,
@@ -281,8 +303,8 @@ def _layers(
     so_far,
     threads,
 ):
-    heads, kv_heads, head_dim, value_dim, width = sizes[:5]
-    gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = sizes[5:]
+    heads, kv_heads, head_dim, value_dim = sizes
+    gain, lines, bias, query_gain, key_gain, output, output_gain, gate_up, down = shapes
     key_lines, key_slot, key_head, value_lines, value_slot, value_head = pool
     packed_keys, packed_key_slot, packed_key_head, packed_values, packed_value_slot, packed_value_head = (
         compact
@@ -308,12 +330,12 @@ def _layers(
             hidden,
             residual,
             first and i == 0,
-            carray(_pointer(at[0], _BIT), (gain,)),
+            carray(_pointer(at[0], _BIT), gain),
             epsilons[0],
-            carray(_pointer(at[1], _LINE), (lines, width)),
-            carray(_pointer(at[2], _BIT), (bias,)),
-            carray(_pointer(at[3], _BIT), (query_gain,)),
-            carray(_pointer(at[4], _BIT), (key_gain,)),
+            carray(_pointer(at[1], _LINE), lines),
+            carray(_pointer(at[2], _BIT), bias),
+            carray(_pointer(at[3], _BIT), query_gain),
+            carray(_pointer(at[4], _BIT), key_gain),
             cos_sin,
             positions,
             head_dim,
@@ -333,7 +355,7 @@ def _layers(
         _attend(
             attention,
             (
-                query.reshape(rows, heads, head_dim),
+                _for_attention(query, operand),
                 (keys, key_slot, key_head, values, value_slot, value_head),
                 (
                     carray(_pointer(kv[i, 2], _BIT), (packed_keys, head_dim)),
@@ -358,11 +380,11 @@ def _layers(
         after_rows(
             attended.view(np.int32),
             total,
-            carray(_pointer(at[5], _LINE), (output, width)),
-            carray(_pointer(at[6], _BIT), (output_gain,)),
+            carray(_pointer(at[5], _LINE), output),
+            carray(_pointer(at[6], _BIT), output_gain),
             epsilons[1],
-            carray(_pointer(at[7], _LINE), (gate_up, width)),
-            carray(_pointer(at[8], _LINE), (down, width)),
+            carray(_pointer(at[7], _LINE), gate_up),
+            carray(_pointer(at[8], _LINE), down),
             done,
             so_far,
             threads,

@@ -272,8 +272,8 @@ def warm_up(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: tor
     paged_attention(query, pool, torch.zeros(1, 1, dtype=torch.int32), plan_packed(one, one, kv_heads), 1.0)
 
 
-def products_kernel(group: int, head_dim: int, value_dim: int, arguments: tuple) -> int:
-    """The address of the bfloat16 kernel's machine code, which stays there.
+def address_of_kernel(group: int, head_dim: int, value_dim: int, arguments: tuple) -> int:
+    """The address of a kernel's machine code, which stays there.
 
     Args:
         group: heads per KV head.

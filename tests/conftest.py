@@ -286,7 +286,7 @@ def share_server(tmp_path_factory, template):
         yield functools.partial(serve, run, template)
 
 
-def save_random_model(folder: Path, family: str = "Llama", **changes: object) -> Path:
+def save_random_model(folder: Path, family: str = "Llama", seed: int = 7, **changes: object) -> Path:
     """A small random model with the demo's tokenizer; untied and spread out, so that its logits differ.
 
     Args:
@@ -317,7 +317,7 @@ def save_random_model(folder: Path, family: str = "Llama", **changes: object) ->
         "dtype": "float32",
     }
     config = getattr(transformers, f"{family}Config")(**options | changes)
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.to(config.dtype).save_pretrained(folder)
     return folder

@@ -157,6 +157,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         paged_attention_cpu.warm_up(*shape, model_runner.kv_cache_dtype)
         self.bfloat16_products = takes_products(config.dtype, model_runner.kv_cache_dtype, *shape[2:])
         self.amx = self.bfloat16_products and has_amx()
+        self.bfloat16_keys = model_runner.kv_cache_dtype == torch.bfloat16
         if self.bfloat16_products:
             prefill_attention_cpu.warm_up()
         window_scores_cpu.warm_up(*shape[:3], model_runner.kv_cache_dtype)
@@ -164,7 +165,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
         store_kv_cpu.warm_up(config.dtype)
         compact_kv_cpu.warm_up(model_runner.kv_cache_dtype)
         sampling_cpu.warm_up()
-        if cpu_linear.multiplies_bfloat16():
+        self.widens = not cpu_linear.multiplies_bfloat16()
+        if not self.widens:
             self.packed_weights = cpu_linear.pack(model_runner.model)
         else:
             self.wide_weights = cpu_linear.widen(model_runner.model)
@@ -232,10 +234,13 @@ class CpuAttentionBackend(SpanAttentionBackend):
             prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, window)
             return
         keys, values = pool
+        if self.widens:
+            # PyTorch's products of 16-bit numbers are no faster here, and round attention's weights.
+            dtype = torch.float32
         for segment, (packed, before, own) in enumerate(_places(span_view)):
             if not done[segment]:
                 output[packed] = extend_attention(
-                    query[packed],
+                    query[packed].to(dtype),
                     _read(keys, own, dtype),
                     _read(values, own, dtype),
                     layer.scaling,

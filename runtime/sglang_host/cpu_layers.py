@@ -19,9 +19,9 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from fathom.kernels import decoder_layer_cpu, decoder_layers_cpu
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
 from fathom.kernels.decoder_layers_cpu import DecoderLayers
+from fathom.kernels.few_rows_linear_cpu import FEW_ROWS, NOTHING
 from fathom.kernels.numba_cpu import as_array
-from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING
-from fathom.runtime.sglang_host.cpu_linear import PackedLinearMethod
+from fathom.runtime.sglang_host.cpu_linear import FewRowsMethod
 from fathom.runtime.sglang_host.cpu_ops import is_plain_norm, is_plain_rotary
 from fathom.runtime.sglang_host.cpu_seams import LAYER_CLASSES, ROTARY_CLASSES
 from fathom.runtime.sglang_host.seams import resolve
@@ -104,7 +104,7 @@ def join(model: torch.nn.Module, backend: "CpuAttentionBackend") -> int:
     for part in parts:
         part.layer.forward, part.adapters = part, adapters
     if parts:
-        decoder_layer_cpu.warm_up()
+        decoder_layer_cpu.warm_up(packed=parts[0].after.down.ndim == 2)
     if len(parts) == len(layers):
         _join_all(model, parts, backend)
     return len(parts)
@@ -119,7 +119,7 @@ def _join_all(model: torch.nn.Module, parts: list[FewRows], backend: "CpuAttenti
         for x in attentions
     }
     plain = all(x.attn_type == AttentionType.DECODER and not x.is_cross_attention for x in attentions)
-    if captured or not plain or len(kinds) != 1 or not backend.bfloat16_products:
+    if captured or not plain or len(kinds) != 1 or not backend.bfloat16_keys:
         return
     heads, kv_heads, _, scale, logit_cap, _ = kinds.pop()
     if logit_cap > 0:
@@ -183,7 +183,7 @@ def _halves(layer: Any) -> tuple[BeforeAttention, AfterAttention] | None:
 def _is_plain_matrix(matrix: Any) -> bool:
     method = matrix.quant_method
     return (
-        isinstance(method, PackedLinearMethod)
+        isinstance(method, FewRowsMethod)
         and method.lines is not None
         and matrix.tp_size == 1
         and not matrix.skip_bias_add

@@ -5,8 +5,8 @@ after loading, spares that. It takes the place of the plain weight, so memory st
 updated or read back while the server runs. Few rows are multiplied by our own kernel, on the same memory.
 
 On processors for which oneDNN has no bfloat16 products (without AVX512 or AVX-NE-CONVERT), PyTorch multiplies such
-matrices number by number. There weights stay as they are, and all but a few rows are multiplied in float32, a piece
-of the weight at a time.
+matrices, and those of float16, number by number. There weights stay as they are, few rows of bfloat16 are
+multiplied by our own kernel, and all others in float32, a piece of the weight at a time.
 """
 
 from collections import Counter
@@ -19,36 +19,51 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 
-from fathom.kernels import packed_linear_cpu
-from fathom.kernels.packed_linear_cpu import FEW_ROWS, blocks_of, packed_linear, packed_rows
+from fathom.kernels import few_rows_linear_cpu
+from fathom.kernels.few_rows_linear_cpu import FEW_ROWS, blocks_of, few_rows_linear, packed_rows
+from fathom.kernels.plain_linear_cpu import plain_blocks
 
-FEWEST_WIDE = 6
-"""Rows from which on a piece of the weight is worth being made float32."""
+FEWEST_WIDE = 8
+"""Rows from which on a piece of the weight is worth being made float32, where our kernel does not take them."""
 WIDE_AT_ONCE = 1 << 20
 """Elements of such a piece: what stays in a core's cache."""
 
 TYPICAL_ROWS = 1024  # the layout that oneDNN chooses for this many rows serves any number
 
 
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """``apply`` of one layer on its packed weight.
+class FewRowsMethod(UnquantizedLinearMethod):
+    """``apply`` of one layer, of few rows by our kernel.
 
     Attributes:
-        lines: its memory for products of few rows, as ``packed_linear_cpu.blocks_of`` has it.
+        lines: the weight's memory as ``few_rows_linear_cpu.py`` has it; None where that cannot read it.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)
-        self.lines: np.ndarray | None = blocks_of(self.packed, weight)
-        self.outputs = len(weight)
+    lines: np.ndarray | None
+    outputs: int
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[..., in] to [..., out] in the dtype of the weight."""
         if self.lines is not None and x.dim() == 2 and 0 < len(x) <= FEW_ROWS and x.is_contiguous():
-            return packed_linear(x, self.lines, self.outputs, bias)
+            return few_rows_linear(x, self.lines, self.outputs, bias)
+        return self.many_rows(layer, x, bias)
+
+    def many_rows(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The same for any rows."""
+        raise NotImplementedError
+
+
+class PackedLinearMethod(FewRowsMethod):
+    """On a weight that oneDNN has packed."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)
+        self.lines, self.outputs = blocks_of(self.packed, weight), len(weight)
+
+    def many_rows(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """By oneDNN."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
@@ -61,13 +76,15 @@ class PackedTiedMethod(PackedLinearMethod):
         return packed_rows(input_, self.lines, self.outputs)
 
 
-class WideLinearMethod(UnquantizedLinearMethod):
-    """``apply`` of one layer in float32, on its bfloat16 weight as it is."""
+class WideLinearMethod(FewRowsMethod):
+    """In float32, on a weight as it is."""
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[..., in] to [..., out] in bfloat16, rounded once."""
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.lines, self.outputs = plain_blocks(weight), len(weight)
+
+    def many_rows(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Rounded once."""
         weight, rows = layer.weight, x.reshape(-1, x.shape[-1])
         if len(rows) < FEWEST_WIDE:
             return torch.nn.functional.linear(x, weight, bias)
@@ -90,12 +107,14 @@ def multiplies_bfloat16() -> bool:
 
 
 def widen(model: torch.nn.Module) -> int:
-    """Let every unquantised bfloat16 linear layer of a loaded model, and its output matrix unless that is wanted in
-    float32, multiply in float32; the number of matrices.
+    """Let every unquantised linear layer of 16-bit numbers of a loaded model, and its output matrix unless that is
+    wanted in float32, multiply in float32; the number of matrices.
     """
-    found = _matrices(model, _modules(model))
-    for module, _ in found:
-        module.quant_method = WideLinearMethod()
+    found = [module for module, _ in _matrices(model, _modules(model), torch.bfloat16, torch.float16)]
+    for module in found:
+        module.quant_method = WideLinearMethod(module.weight)
+    if any(module.quant_method.lines is not None for module in found):
+        few_rows_linear_cpu.warm_up(packed=False)
     return len(found)
 
 
@@ -106,7 +125,7 @@ def pack(model: torch.nn.Module) -> int:
     modules = _modules(model)
     owners = Counter(id(p) for module in modules for p in module._parameters.values())
     packed = []
-    for module, kind in _matrices(model, modules):
+    for module, kind in _matrices(model, modules, torch.bfloat16):
         if owners[id(module.weight)] > 1:
             continue
         method = kind(module.weight)
@@ -116,7 +135,7 @@ def pack(model: torch.nn.Module) -> int:
         module.weight.data = module.weight.data.new_empty(0)
         packed.append(method)
     if any(method.lines is not None for method in packed):
-        packed_linear_cpu.warm_up()
+        few_rows_linear_cpu.warm_up(packed=True)
     return len(packed)
 
 
@@ -131,8 +150,10 @@ def _modules(model: torch.nn.Module) -> list[Any]:
     return [module for module in every if id(module) not in left]
 
 
-def _matrices(model: Any, modules: list[Any]) -> list[tuple[Any, type[PackedLinearMethod]]]:
-    """Those of the modules that are to be multiplied by in bfloat16, and what would do it on packed weights."""
+def _matrices(
+    model: Any, modules: list[Any], *dtypes: torch.dtype
+) -> list[tuple[Any, type[PackedLinearMethod]]]:
+    """Those of the modules to be multiplied by in a dtype of these, and what would do it on packed weights."""
     wide_head = any(getattr(module, "use_fp32_lm_head", False) for module in modules)
     head = getattr(model, "lm_head", None)
     kinds = ((module, _method_for(module, module is head)) for module in modules)
@@ -140,7 +161,7 @@ def _matrices(model: Any, modules: list[Any]) -> list[tuple[Any, type[PackedLine
         (module, kind)
         for module, kind in kinds
         if kind is not None
-        and module.weight.dtype == torch.bfloat16
+        and module.weight.dtype in dtypes
         and (isinstance(module, LinearBase) or not wide_head)
     ]
 

@@ -175,16 +175,17 @@ def test_an_output_matrix_that_is_the_embedding_serves_both(width, wide, packed)
 
 @pytest.mark.parametrize("rows", [0, 1, cpu_linear.FEWEST_WIDE, 37])
 @pytest.mark.parametrize("bias", [False, True])
-def test_wide_products_are_exact_but_for_one_rounding(monkeypatch, rows, bias):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_products_are_exact_but_for_one_rounding(monkeypatch, rows, bias, dtype):
     """In pieces of 32 outputs and one of 16; of rows that are not contiguous, and with a dimension more."""
     monkeypatch.setattr(cpu_linear, "WIDE_AT_ONCE", 32 * 48)
-    module = linear(48, 80, torch.bfloat16, bias)
+    module = linear(48, 80, dtype, bias)
     assert cpu_linear.widen(module) == 1 and module.weight.shape == (80, 48)
-    x = torch.randn(rows, 96).to(torch.bfloat16)[:, ::2]
+    x = torch.randn(rows, 96).to(dtype)[:, ::2]
     want = x.double() @ module.weight.double().T + (module.bias.double() if bias else 0)
     if rows >= cpu_linear.FEWEST_WIDE:
         got = module(x)[0]
-        torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
         assert torch.equal(module(x.unsqueeze(0))[0], got.unsqueeze(0))
     else:
         torch.testing.assert_close(module(x)[0].double(), want, rtol=2e-2, atol=5e-2)

@@ -1,6 +1,5 @@
-"""Products of few rows on packed weights and the halves of a decoder layer against PyTorch; layers together."""
+"""Products of few rows on packed and plain weights, the halves of a decoder layer, and layers together."""
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -10,13 +9,23 @@ import torch
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.decoder_layer_cpu import AfterAttention, BeforeAttention
 from fathom.kernels.decoder_layers_cpu import DecoderLayers, Reads
+from fathom.kernels.few_rows_linear_cpu import (
+    FEW_ROWS,
+    NOTHING,
+    WIDTHS,
+    blocks_of,
+    few_rows_linear,
+    packed_rows,
+)
 from fathom.kernels.kv_pair import KvPair
-from fathom.kernels.packed_linear_cpu import FEW_ROWS, NOTHING, WIDTHS, blocks_of, packed_linear, packed_rows
 from fathom.kernels.paged_attention_cpu import paged_attention, plan_packed
+from fathom.kernels.plain_linear_cpu import plain_blocks
 from fathom.kernels.store_kv_cpu import store_kv
 from fathom.kernels.two_segment_attention import plan_segments, two_segment_attention
 
-pytestmark = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
+needs_products = pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no AVX512-BF16")
+ways = pytest.mark.parametrize("width", [*(pytest.param(n, marks=needs_products) for n in WIDTHS), None])
+"""Outputs that are packed together; None for weights as they are."""
 
 EPS = 1e-5
 HIDDEN, INNER, POSITIONS = 96, 192, 50
@@ -31,7 +40,9 @@ def random(*shape, scale=1.0):
 
 
 def lay_out(weight, width):
-    """[blocks * inputs / 2, width] int32, a weight in blocks of ``width`` outputs."""
+    """[blocks * inputs / 2, width] int32, a weight in blocks of ``width`` outputs; or plain."""
+    if width is None:
+        return plain_blocks(weight)
     outputs, inputs = weight.shape
     whole = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % width))
     pairs = whole.view(-1, width, inputs // 2, 2).transpose(1, 2).contiguous()
@@ -48,23 +59,29 @@ def as_bits(tensor):
     return tensor.view(torch.uint16).numpy()
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (100, 96), (1000, 512), (320, 1088), (8, 64)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 32), (100, 96), (1000, 512), (320, 1088), (8, 64), (96, 4128)]
+)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, FEW_ROWS])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_packed_product_is_rounded_once(outputs, inputs, rows, with_bias, width):
+@ways
+def test_a_product_of_few_rows_is_rounded_once(outputs, inputs, rows, with_bias, width):
     torch.manual_seed(0)
     weight, lines = matrix(outputs, inputs, width)
+    if lines is None:
+        assert outputs % 32, "outputs fill no blocks"
+        return
     x, bias = random(rows, inputs), random(outputs)
-    got = packed_linear(x, lines, outputs, bias if with_bias else None)
+    got = few_rows_linear(x, lines, outputs, bias if with_bias else None)
     want = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
     assert got.dtype == torch.bfloat16 and got.shape == (rows, outputs)
     torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-5)
     for r in range(rows):
-        alone = packed_linear(x[r : r + 1], lines, outputs, bias if with_bias else None)
+        alone = few_rows_linear(x[r : r + 1], lines, outputs, bias if with_bias else None)
         assert torch.equal(alone[0], got[r]), "a row does not depend on its company"
 
 
+@needs_products
 @pytest.mark.parametrize(("outputs", "inputs"), [(8, 64), (100, 96), (1000, 512)])
 def test_onednn_lays_weights_out_as_the_kernels_read_them(outputs, inputs):
     torch.manual_seed(1)
@@ -77,6 +94,7 @@ def test_onednn_lays_weights_out_as_the_kernels_read_them(outputs, inputs):
     assert torch.equal(packed_rows(ids, lines, outputs), weight[ids])
 
 
+@needs_products
 def test_no_other_layout_is_taken():
     torch.manual_seed(1)
     weight = random(256, 64)
@@ -91,10 +109,20 @@ def test_no_other_layout_is_taken():
     assert blocks_of(pack(odd), odd) is None, "lines are whole runs of pairs"
 
 
+def test_plain_weights_are_read_where_they_are():
+    weight, x = random(128, 64), random(1, 64)
+    lines = plain_blocks(weight)
+    weight.normal_()
+    torch.testing.assert_close(few_rows_linear(x, lines, 128), x @ weight.T, rtol=2**-7, atol=1e-5)
+    assert plain_blocks(random(64, 128).T) is None, "rows are not in the order of memory"
+    assert plain_blocks(random(64, 48)) is None, "inputs are no whole lines"
+    assert plain_blocks(torch.zeros(64, 64, dtype=torch.float16)) is None
+
+
 class Layer:
     """A decoder layer's parameters, its two halves, and the same in plain PyTorch."""
 
-    def __init__(self, heads, kv_heads, dim, rotary_dim, head_norms, bias, width=WIDTHS[0]):
+    def __init__(self, heads, kv_heads, dim, rotary_dim, head_norms, bias, width=None):
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         query, key = heads * dim, kv_heads * dim
         self.norms = [1 + random(HIDDEN, scale=0.2) for _ in range(2)]
@@ -176,7 +204,7 @@ LAYERS = {
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, FEW_ROWS])
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
+@ways
 def test_the_halves_of_a_layer_are_what_plain_pytorch_gives(kind, rows, first, width):
     torch.manual_seed(rows)
     layer = Layer(*LAYERS[kind], width)
@@ -210,7 +238,7 @@ SLOTS, COMPACT = 300, 40
 class Model:
     """A few layers with their KV, and a step of them piece by piece."""
 
-    def __init__(self, kind, count=3, width=WIDTHS[0]):
+    def __init__(self, kind, count=3, width=None):
         heads, kv_heads, dim, *_ = LAYERS[kind]
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.layers = [Layer(*LAYERS[kind], width) for _ in range(count)]
@@ -283,9 +311,9 @@ def part(reads, which):
     return Reads(reads.tasks, *(column[which] for column in columns))
 
 
-@pytest.mark.parametrize("kind", ["llama", "head_norms", "half_turned"])
+@pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("rows", [1, 3, 9, FEW_ROWS])
-@pytest.mark.parametrize("width", WIDTHS)
+@ways
 def test_layers_together_are_the_same_layers_to_the_bit(kind, rows, width):
     torch.manual_seed(rows)
     model = Model(kind, width=width)
@@ -334,15 +362,7 @@ def test_what_layers_together_refuse():
     assert model.together(position, hidden, apart) is None, "a later run's slots are no blocks of memory"
     for pool, kept in zip(model.pools, pools, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pool, kept, strict=True)), "nothing was computed"
-    with pytest.raises(ValueError, match="16"):
-        Model("bias")
     wider = Layer(*LAYERS["half_turned"])
     halves = [(layer.before, layer.after) for layer in (model.layers[0], wider)]
     with pytest.raises(ValueError, match="2 forms"):
         DecoderLayers(halves, model.heads, model.kv_heads, model.scale)
-    _, down = matrix(HIDDEN, INNER, WIDTHS[1])
-    before, after = halves[0]
-    with pytest.raises(ValueError, match="blocks of \\[32, 64\\] outputs"):
-        DecoderLayers(
-            [(before, dataclasses.replace(after, down=down))], model.heads, model.kv_heads, model.scale
-        )

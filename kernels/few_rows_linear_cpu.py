@@ -1,8 +1,12 @@
-"""Linear layers of a few rows, read from weights as oneDNN packs them, for processors that have AVX512-BF16.
+"""Linear layers of a few bfloat16 rows, which are bound by reading the weights.
 
-Few rows are bound by reading the weights. oneDNN's packed layout, [outputs / width, inputs / 2, width, 2], is what
-products of tiles (``bfloat16_cpu.py``, ``amx_cpu.py``) read in the order of memory. A row's result is the same to
-the bit whatever rows are beside it.
+Weights lie in memory in one of two ways, which the number of dimensions of their *lines* tells:
+
+- *packed* by oneDNN, [outputs / width, inputs / 2, width, 2]: what products of tiles (``bfloat16_cpu.py``,
+  ``amx_cpu.py``) read in the order of memory, on processors that have AVX512-BF16;
+- *plain*, [outputs, inputs], for all others (``plain_linear_cpu.py``).
+
+A row's result is the same to the bit whatever rows are beside it.
 """
 
 import ctypes
@@ -15,6 +19,7 @@ from fathom.kernels.amx_cpu import has_amx
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products, tile_products
 from fathom.kernels.matrix_products_cpu import ROWS, begin_products, end_products, product
 from fathom.kernels.numba_cpu import LOOPS, as_array, from_float32, match_torch_threads, to_float32
+from fathom.kernels.plain_linear_cpu import plain_products
 from fathom.kernels.work_sharing_cpu import even_shares, take
 
 WIDTHS = 64, 32
@@ -64,14 +69,14 @@ def _lies_in(words: np.ndarray, weight: torch.Tensor, width: int) -> bool:
     return True
 
 
-def packed_linear(
+def few_rows_linear(
     x: torch.Tensor, lines: np.ndarray, outputs: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, added up in float32 and rounded once.
 
     Args:
         x: [rows, inputs] bfloat16, contiguous.
-        lines: of :func:`blocks_of`; outputs: of the weight.
+        lines: of :func:`blocks_of` or ``plain_blocks``; outputs: of the weight.
         bias: [outputs] bfloat16.
 
     Returns:
@@ -79,7 +84,7 @@ def packed_linear(
     """
     result = x.new_empty(len(x), outputs)
     added = NOTHING if bias is None else as_array(bias)
-    left = in_whole_tiles(as_array(x).view(np.int32))
+    left = in_whole_tiles(as_array(x).view(np.int32), lines)
     products(left, lines, added, as_array(result), torch.get_num_threads())
     return result
 
@@ -89,7 +94,7 @@ def packed_rows(ids: torch.Tensor, lines: np.ndarray, outputs: int) -> torch.Ten
 
     Args:
         ids: [..] int64, each a row of the weight.
-        lines, outputs: as for :func:`packed_linear`.
+        lines, outputs: as for :func:`few_rows_linear`.
 
     Returns:
         [.., inputs] bfloat16.
@@ -110,25 +115,36 @@ NOTHING = np.empty(0, np.uint16)
 """In place of a bias or of a gain that there is not."""
 
 
-def warm_up() -> None:
-    """Compile the kernels now, so that no request waits for them (seconds, cached on disk)."""
+def warm_up(packed: bool) -> None:
+    """Compile the kernels for packed or plain weights now, so that no request waits for them."""
     match_torch_threads()
-    lines = np.zeros((16, WIDTHS[0]), np.int32)
-    packed_linear(torch.zeros(1, 32, dtype=torch.bfloat16), lines, WIDTHS[0])
-    packed_rows(torch.zeros(1, dtype=torch.int64), lines, WIDTHS[0])
+    one = torch.zeros(1, 32, dtype=torch.bfloat16)
+    lines = example_lines(1, 32, packed)
+    few_rows_linear(one, lines, lines.shape[1])
+    if packed:
+        packed_rows(torch.zeros(1, dtype=torch.int64), lines, lines.shape[1])
+
+
+def example_lines(blocks: int, inputs: int, packed: bool) -> np.ndarray:
+    """Lines of zeros of so many blocks of outputs, to compile kernels with."""
+    if packed:
+        return np.zeros((blocks * inputs // 2, WIDTHS[0]), np.int32)
+    return np.zeros((blocks, WIDTHS[0], inputs // 2), np.int32)
 
 
 @njit(**LOOPS)
-def whole_tiles(rows):
+def whole_tiles(rows, lines):
     """Rows of a buffer that is the left side of :func:`block_products`; those beyond ``rows`` count for nothing."""
+    if lines.ndim == 3:
+        return rows
     return (rows + ROWS - 1) // ROWS * ROWS
 
 
 @njit(**LOOPS)
-def in_whole_tiles(x):
+def in_whole_tiles(x, lines):
     """A copy of [rows, inputs / 2] int32 that is such a left side."""
     rows, pairs = x.shape
-    left = np.empty((whole_tiles(rows), pairs), np.int32)
+    left = np.empty((whole_tiles(rows, lines), pairs), np.int32)
     for r in range(rows):
         left[r] = x[r]
     return left
@@ -175,10 +191,28 @@ def _by_vectors(x, lines, block):
     return sums
 
 
-block_products = _by_amx if has_amx() else _by_vectors
-"""[rows, width] float32, the rows' products with one block of outputs, between ``begin_products`` and
-``end_products``. Its arguments: x, [rows, inputs / 2] int32, pairs of bfloat16 numbers, in whole tiles of rows;
-lines; and which block."""
+_packed_products = _by_amx if has_amx() else _by_vectors
+
+
+@njit(**LOOPS)
+def block_products(x, lines, block):
+    """[rows, width] float32, the rows' products with one block of outputs, between ``begin_products`` and
+    ``end_products``.
+
+    Args:
+        x: [rows, inputs / 2] int32, pairs of bfloat16 numbers, in whole tiles of rows.
+    """
+    if lines.ndim == 3:
+        return plain_products(x, lines, block)
+    return _packed_products(x, lines, block)
+
+
+@njit(**LOOPS)
+def blocks_in(lines, pairs):
+    """Blocks of outputs of a weight for so many pairs of inputs."""
+    if lines.ndim == 3:
+        return len(lines)
+    return len(lines) // pairs
 
 
 @njit(**LOOPS)
@@ -205,7 +239,7 @@ def products(left, lines, bias, out, threads):
     Args:
         left: as ``x`` of :func:`block_products`; bias: [outputs] uint16 or ``NOTHING``.
     """
-    shares = even_shares(len(lines) // left.shape[1], threads)
+    shares = even_shares(blocks_in(lines, left.shape[1]), threads)
     taken = shares[:-1].copy()
     for thread in prange(len(taken)):
         others = begin_products()
