@@ -225,6 +225,36 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         "k",
         reads_attributes("grammar rollback"),
     ),
+    relies_on(
+        SCHEDULER,
+        "constrained.llguidance_backend:GuidanceGrammar.copy",
+        "call",
+        "goes on from where the grammar is; drafted tokens are tried on it",
+        "",
+        reads_attributes("deep_copy"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "constrained.reasoner_grammar_backend:ReasonerGrammarObject.copy",
+        "call",
+        "goes on from where the grammar behind a model's thoughts is",
+        "",
+        reads_attributes("copy tokens_in_think tokens_after_end"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "constrained.llguidance_backend:GuidanceGrammar.fill_vocab_mask",
+        "replace",
+        "a grammar that has failed allows nothing, and ends nobody else",
+        "vocab_mask idx",
+    ),
+    relies_on(
+        SCHEDULER,
+        "constrained.llguidance_backend:GuidanceGrammar.fill_vocab_mask_batched",
+        "replace",
+        "the same, where all of a batch's grammars are such",
+        "entries vocab_mask",
+    ),
     # --- what a selection must keep ---
     relies_on(
         SERVER,

@@ -3,6 +3,9 @@
 SGLang keeps every grammar that a request ever brought, and XGrammar's compiler keeps it once more, both without a
 limit: with a vocabulary of 128,000 tokens a JSON schema of twelve members takes 0.3 MiB, and a regular expression
 of bounded repetitions nine.
+
+A grammar may come to where it allows nothing. XGrammar then allows no token; a matcher of llguidance is of no use
+from there on, and SGLang's engine ends where it is asked again, or the answer as if it were complete.
 """
 
 from collections import OrderedDict
@@ -10,7 +13,10 @@ from typing import Any
 
 import torch
 import xgrammar
+from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 MOST_BYTES = 256 << 20
@@ -82,3 +88,37 @@ def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
 def mask_without_gpu() -> None:
     """What strict thinking needs: SGLang's backend has it for GPUs alone, its grammars for a CPU too."""
     XGrammarGrammarBackend.apply_vocab_mask = staticmethod(apply_vocab_mask)
+
+
+_fill_batched = GuidanceGrammar.fill_vocab_mask_batched
+
+
+def fill_vocab_mask_batched(entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
+    """SGLang's masks [rows, words] of what llguidance allows; none where it has failed."""
+    _fill_batched(entries, vocab_mask)
+    for entry in entries:
+        if isinstance(entry.grammar, GuidanceGrammar) and entry.grammar.ll_matcher.is_error():
+            vocab_mask[entry.row] = 0
+
+
+def fill_vocab_mask(self: GuidanceGrammar, vocab_mask: torch.Tensor, idx: int) -> None:
+    """One row of :func:`fill_vocab_mask_batched`."""
+    fill_vocab_mask_batched([GrammarRow(idx, self)], vocab_mask)
+
+
+def mask_failed() -> None:
+    """Let a grammar of llguidance that has failed allow nothing."""
+    GuidanceGrammar.fill_vocab_mask = fill_vocab_mask
+    GuidanceGrammar.fill_vocab_mask_batched = staticmethod(fill_vocab_mask_batched)
+
+
+def trial(grammar: Any) -> Any:
+    """What tokens are tried on: the grammar, or a copy where it could not take back one that it fails behind."""
+    inner = grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
+    return grammar.copy() if isinstance(inner, GuidanceGrammar) else grammar
+
+
+def forget(tried: Any, grammar: Any, count: int) -> None:
+    """Leave a grammar as it was before so many tokens were accepted by what :func:`trial` made of it."""
+    if tried is grammar and count:
+        grammar.rollback(count)

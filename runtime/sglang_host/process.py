@@ -25,6 +25,7 @@ def install(options: EngineOptions) -> None:
     from fathom.runtime.sglang_host import (
         adapter_files,
         gloo,
+        grammars,
         penalties,
         rope_overrides,
         seeds,
@@ -50,6 +51,7 @@ def install(options: EngineOptions) -> None:
     stop_patterns.install()
     stop_strings.install()
     unsound.install()
+    grammars.mask_failed()
     weight_files.install()
     if ours:
         from sglang.srt.mem_cache import registry
@@ -70,7 +72,7 @@ def install(options: EngineOptions) -> None:
 
         gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
-        from fathom.runtime.sglang_host import cpu_lora, cpu_ops, grammars
+        from fathom.runtime.sglang_host import cpu_lora, cpu_ops
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True

@@ -63,7 +63,7 @@ SAMPLING_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "layers.sampler:Sampler.forward",
         "override",
-        "marks rows whose logits are no numbers",
+        "marks rows whose logits are no numbers, or of which a grammar allows none",
         "logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
         reads_attributes("next_token_logits"),
     ),

@@ -44,9 +44,11 @@ class SeededSampler(sampler.Sampler):
         super().__init__()
         self.enable_deterministic = True
 
-    def forward(self, logits_output: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        unsound.mark(logits_output)
-        return super().forward(logits_output, *args, **kwargs)
+    def forward(
+        self, logits_output: Any, sampling_info: SamplingBatchInfo, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        unsound.mark(logits_output, has_grammar=bool(sampling_info.grammars))
+        return super().forward(logits_output, sampling_info, *args, **kwargs)
 
     def _sample_from_probs(
         self,

@@ -21,6 +21,7 @@ from fathom.runtime.sglang_host.bursts import lengthen
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_model import Read
 from fathom.runtime.sglang_host.draft_side import DraftSide
+from fathom.runtime.sglang_host.grammars import forget, trial
 from fathom.runtime.sglang_host.lookahead import Prompt
 from fathom.runtime.sglang_host.requests import alternates, ends_of
 from fathom.runtime.sglang_host.rows import (
@@ -53,6 +54,7 @@ class Proposal:
         ahead: the look-ahead that the tokens come from, if they do.
         ended: whether the last token ends what the grammar allows.
         stretch: of a request that decodes slow and fast: how far it may go before a slow step.
+        tried: the request's grammar while tokens are tried on it.
     """
 
     index: int
@@ -64,6 +66,7 @@ class Proposal:
     ahead: Prompt | None = None
     ended: bool = False
     stretch: Stretch | None = None
+    tried: Any = None
 
 
 def room_for_output(proposal_limit: int, request: Any) -> int:
@@ -147,7 +150,7 @@ def propose_ahead(batch: ScheduleBatch, side: DraftSide, tails: Tails) -> list[P
 
 def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None:
     """Propose tokens up to the first that the request's grammar does not allow."""
-    grammar = proposal.sampler.request.grammar
+    grammar = trial(proposal.sampler.request.grammar)
     for token in tokens:
         mask = grammar_mask(grammar, vocabulary)
         if grammar is not None:
@@ -161,7 +164,7 @@ def _take_up(proposal: Proposal, tokens: Sequence[int], vocabulary: int) -> None
     proposal.masks.append(grammar_mask(grammar, vocabulary))
     if grammar is not None and proposal.tokens:
         proposal.ended = grammar.is_terminated()
-        grammar.rollback(len(proposal.tokens))
+        forget(grammar, proposal.sampler.request.grammar, len(proposal.tokens))
 
 
 def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
@@ -169,14 +172,16 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
     lists = side.lists([(p.tail.request, p.tail.begin + p.tail.count) for p in proposals])
     logits = side.read([(p.tail.request, p.tail.begin) for p in proposals], lists)
     running = list(enumerate(proposals))
+    for proposal in proposals:
+        proposal.tried = trial(proposal.sampler.request.grammar)
     while running:
-        _choose([p for _, p in running], logits)
-        running = [(which, p) for which, p in running if _goes_on(p)]
+        chose = _choose([p for _, p in running], logits)
+        running = [each for each, any_ in zip(running, chose, strict=True) if any_ and _goes_on(each[1])]
         if running:
             reads = [Read(which, p.tail.begin + len(p.tokens), p.tokens[-1:]) for which, p in running]
             logits = side.model.read(lists, reads)
     for proposal in proposals:
-        grammar, count = proposal.sampler.request.grammar, len(proposal.tokens)
+        grammar, count = proposal.tried, len(proposal.tokens)
         if _is_last(proposal) and proposal.probs[-1] is None:
             # The target's own choice after the tokens before it is as good, and costs no row. Not so of a token
             # that was drawn: left out because of what it is, it would be said too rarely.
@@ -186,12 +191,16 @@ def _draft(proposals: Sequence[Proposal], side: DraftSide) -> None:
             proposal.masks.append(grammar_mask(grammar, logits.shape[1]))
             proposal.ended = grammar is not None and grammar.is_terminated()
         if grammar is not None:
-            grammar.rollback(count)
+            forget(grammar, proposal.sampler.request.grammar, count)
 
 
-def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> None:
-    """The next token of each, from the draft's logits [proposals, vocabulary]."""
-    masks = [grammar_mask(p.sampler.request.grammar, logits.shape[1]) for p in proposals]
+def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> list[bool]:
+    """The next token of each, from the draft's logits [proposals, vocabulary].
+
+    Returns:
+        Whether there was one: a grammar may come to where it allows nothing.
+    """
+    masks = [grammar_mask(p.tried, logits.shape[1]) for p in proposals]
     found: list[torch.Tensor] = []
     drawn_from: list[torch.Tensor | None] = []
     for part in grouped([1] * len(proposals)):
@@ -201,21 +210,25 @@ def _choose(proposals: Sequence[Proposal], logits: torch.Tensor) -> None:
         found.append(tokens_of_some)
         drawn_from += probs_of_some
     tokens = torch.cat(found).tolist()
-    for proposal, token, probs, mask in zip(proposals, tokens, drawn_from, masks, strict=True):
+    allowed = [allows(mask, token) for mask, token in zip(masks, tokens, strict=True)]
+    for proposal, token, probs, mask, may in zip(proposals, tokens, drawn_from, masks, allowed, strict=True):
+        if not may:
+            continue
         proposal.tokens.append(token)
         proposal.probs.append(probs)
         proposal.masks.append(mask)
-        if (grammar := proposal.sampler.request.grammar) is not None:
-            grammar.accept_token(token)
+        if proposal.tried is not None:
+            proposal.tried.accept_token(token)
+    return allowed
 
 
 def _goes_on(proposal: Proposal) -> bool:
-    request = proposal.tail.request
-    if request.grammar is not None and request.grammar.is_terminated():
+    if proposal.tried is not None and proposal.tried.is_terminated():
         return False
     if _is_last(proposal):
         return False
-    return len(proposal.tokens) < proposal.tail.count and proposal.tokens[-1] not in ends_of(request)
+    ends = ends_of(proposal.tail.request)
+    return len(proposal.tokens) < proposal.tail.count and proposal.tokens[-1] not in ends
 
 
 def _is_last(proposal: Proposal) -> bool:
@@ -284,6 +297,8 @@ def settle(
         tokens = tokens[: stood + 1]
         if proposal.ended:
             tokens = tokens[: len(drafted)]  # nothing follows the end
+        elif stood and not allows(proposal.masks[stood], tokens[-1]):
+            tokens.pop()  # the grammar allows nothing there, which the next step finds
         if proposal.stretch is not None:
             tokens = tokens[: proposal.stretch.ends(tokens)]  # the next step is slow
         stand.append(tokens)

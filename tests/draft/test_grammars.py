@@ -16,14 +16,16 @@ from fathom.runtime.sglang_host import torchvision_ops
 
 torchvision_ops.declare()
 
-from sglang.srt.constrained.llguidance_backend import GuidanceBackend  # noqa: E402
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend, GuidanceGrammar  # noqa: E402
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # noqa: E402
 
-from fathom.runtime.sglang_host import speculation  # noqa: E402
+from fathom.runtime.sglang_host import grammars, speculation  # noqa: E402
 from fathom.runtime.sglang_host.rows import RowSampler, allows, grammar_mask  # noqa: E402
 from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
 
 REGEX = "[0-9]{3}"
+WITHOUT_END = 'root ::= "123" more\nmore ::= more "4"'
+"""A grammar of which no text is."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +40,22 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "demo/models/target")
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    for name in ("fill_vocab_mask", "fill_vocab_mask_batched"):
+        monkeypatch.setattr(GuidanceGrammar, name, vars(GuidanceGrammar)[name])
+    grammars.mask_failed()
+
+
 @pytest.fixture(params=["xgrammar", "llguidance"])
-def grammar(request, tokenizer):
+def backend(request, tokenizer):
     if request.param == "xgrammar":
-        backend = XGrammarGrammarBackend(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    else:
-        backend = GuidanceBackend(tokenizer, n_vocab=len(tokenizer), eos_token_ids=[tokenizer.eos_token_id])
+        return XGrammarGrammarBackend(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    return GuidanceBackend(tokenizer, n_vocab=len(tokenizer), eos_token_ids=[tokenizer.eos_token_id])
+
+
+@pytest.fixture
+def grammar(backend):
     return backend.dispatch_regex(REGEX)
 
 
@@ -103,18 +115,48 @@ def test_nothing_follows_the_end_of_a_grammar(grammar, tokenizer):
     assert proposal.ended
     logits = torch.nn.functional.one_hot(torch.tensor([*tokens, 0]), len(tokenizer)).float()
     logits[:, tokenizer.encode(" the", add_special_tokens=False)[0]] = 2
+    tokens_put_out, kept, totals, batch = settled(proposal, logits)
+    assert tokens_put_out == tokens
+    # The last of them is what the target would have said itself.
+    assert kept == [2] and (totals.proposed, totals.accepted) == (3, 2)
+    assert batch.seq_lens_cpu.tolist() == [13]
+
+
+def settled(proposal, logits):
+    """What is put out after these of the target, how many of the drafted stay, the counts, and the batch."""
     proposal.sampler.request.return_logprob, proposal.sampler.request.logprob = False, None
-    state = SimpleNamespace(pace=Pace(5, 0.1))
-    side = SimpleNamespace(state=lambda _: state, totals=SimpleNamespace(proposed=0, accepted=0))
+    state, totals = SimpleNamespace(pace=Pace(5, 0.1)), SimpleNamespace(proposed=0, accepted=0)
+    side = SimpleNamespace(state=lambda _: state, totals=totals)
     one = torch.tensor([11])
     batch = SimpleNamespace(seq_lens_cpu=one, seq_lens=one, orig_seq_lens=one)
     kept = []
     tails = SimpleNamespace(settle=lambda _, counts: kept.extend(counts))
     runs = speculation.settle(batch, [proposal], {0: logits}, side, tails)
-    assert runs[0].tokens == tokens
-    # The last of them is what the target would have said itself.
-    assert kept == [2] and (side.totals.proposed, side.totals.accepted) == (3, 2)
-    assert batch.seq_lens_cpu.tolist() == [13]
+    return runs[0].tokens, kept, totals, batch
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nothing_is_drafted_where_a_grammar_allows_nothing(backend, tokenizer, ahead):
+    """Nor put out: the next step finds that no token can be taken."""
+    grammar = backend.dispatch_ebnf(WITHOUT_END)
+    tokens = tokenizer.encode("123<|end|>4", add_special_tokens=False)
+    before = grammar_mask(grammar, len(tokenizer))
+    if ahead:
+        sampling = SimpleNamespace(top_k=1, sampling_seed=None)
+        request = SimpleNamespace(grammar=grammar, sampling_params=sampling)
+        info = SimpleNamespace(logit_bias=None, sampling_seed=None)
+        tail = Tail(request, 10, 4, np.zeros(0, np.int64))
+        proposal = speculation.Proposal(0, tail, RowSampler(request, info, 0))
+        speculation._take_up(proposal, tokens, len(tokenizer))
+    else:
+        proposal = drafted(grammar, tokenizer, tokens, 5)
+    assert proposal.tokens == tokens[:2] and not proposal.ended
+    assert torch.equal(grammar_mask(grammar, len(tokenizer)), before)
+    check_masks(proposal, grammar, len(tokenizer))
+    assert not proposal.masks[-1].any()
+    logits = torch.nn.functional.one_hot(torch.tensor([*tokens[:2], 0]), len(tokenizer)).float()
+    tokens_put_out, kept, _, batch = settled(proposal, logits)
+    assert tokens_put_out == tokens[:2] and kept == [1] and batch.seq_lens_cpu.tolist() == [12]
 
 
 def drafted(grammar, tokenizer, tokens, room, stretch=None):

@@ -19,6 +19,8 @@ from greedy import TOLERANCE, TOP
 from noisy import draft_flags
 from oracles import drafted, narrowed_model
 
+from fathom.runtime.sglang_host import unsound
+
 NEW_TOKENS = 14
 RATE = 0.3
 KEEP = {"prefill_keep_rate": RATE, "min_prompt_tokens": 64}
@@ -361,6 +363,23 @@ def test_a_grammar_ends_an_answer_that_ignores_the_ids_that_end_others(servers):
         answers = [ask(server, [make_prompt(30 + seed, 40)], p, 24, **options)[0] for p in ({}, DRAFT)]
         plain, sped = ((a["output_ids"], a["meta_info"]["finish_reason"]) for a in answers)
         assert sped == plain and sped[1]["type"] == "stop"
+
+
+@pytest.mark.parametrize("policy", [{}, DRAFT, MOST | DRAFT], ids=json.dumps)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "top_p": 0.9}, {"max_new_tokens": 1}], ids=json.dumps
+)
+def test_a_grammar_that_allows_nothing_ends_its_request_alone(servers, policy, sampling):
+    """After some tokens, or at once."""
+    server, prompt = servers("whole"), make_prompt(33, 200)
+    for said in ("", "12345678") if "max_new_tokens" not in sampling else ("",):
+        rule = {"temperature": 0, "max_new_tokens": 24, "ebnf": f'root ::= "{said}" more\nmore ::= more "4"'}
+        body = {"input_ids": prompt, "sampling_params": rule | sampling, "fathom": policy}
+        reply = server.client.post("/generate", json=body)
+        assert reply.status_code == 400 and unsound.NO_TOKEN in reply.text, reply.text
+        stream = server.client.post("/generate", json=body | {"stream": True}).text
+        assert unsound.NO_TOKEN in stream and '"type":"stop"' not in stream
+    idle(server)
 
 
 def test_several_answers_of_one_prompt(servers, target, kept_by):
