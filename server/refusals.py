@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
+from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 INTERNAL_FIELDS = (
     *(
@@ -50,6 +50,19 @@ PASSED_OVER = {
 """What other servers' clients ask for and SGLang's chat and completions do not read, which would change the answer;
 and what there is in its place."""
 
+_SGLANGS = ("json_schema", "regex", "ebnf", "structural_tag")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+FORMS = ("response_format", "output_format", *_SGLANGS, *_GUIDED)
+"""Members by which clients of some server ask for an answer of a form."""
+READS = {
+    CHAT: ("response_format", "regex", "ebnf"),
+    COMPLETIONS: ("response_format", "regex", "ebnf", "json_schema"),
+    RESPONSES: ("text.format",),
+    MESSAGES: ("output_config.format",),
+    GENERATE: tuple(f"sampling_params.{name}" for name in _SGLANGS),
+}
+"""Those that a route reads."""
+
 WITHOUT_EFFECT = ("tools", "images", "suffix", "template", "context", "logprobs")
 """Members of Ollama's requests."""
 
@@ -83,6 +96,8 @@ def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
     _refuse_count(content)
     if path in (CHAT, COMPLETIONS):
         _refuse_passed_over(content)
+        _refuse_two_schemas(content)
+    _refuse_other_forms(path, content)
     if path == CHAT:
         _refuse_limit(content, "max_completion_tokens")
     if path == COMPLETIONS:
@@ -132,10 +147,35 @@ def _refuse_limit(content: dict[str, Any], name: str) -> None:
 def _refuse_passed_over(content: dict[str, Any]) -> None:
     """Refuse what would be answered as if it had not been asked for."""
     for name, other in PASSED_OVER.items():
-        # 0 asks for something: `prompt_logprobs` for those of the prompt's own tokens.
-        if (given := content.get(name)) is not None and given is not False and given not in ("", [], {}):
+        if _asks(content.get(name)):
             instead = f"; there is {other}" if other else ""
             raise RequestError(400, f"{name} is not supported{instead}", name)
+
+
+def _asks(given: Any) -> bool:
+    """Whether a member asks for something; 0 does: `prompt_logprobs` for those of the prompt's own tokens."""
+    return given is not None and given is not False and given not in ("", [], {})
+
+
+def _refuse_other_forms(path: str, content: dict[str, Any]) -> None:
+    """Refuse a form of the answer that the route does not read: the answer would be of any."""
+    for name in FORMS:
+        given = content.get(name)
+        if name not in READS[path] and _asks(given) and given != {"type": "text"}:
+            there = ", ".join(READS[path])
+            raise RequestError(400, f"{name} is not supported on this route; there is {there}", name)
+
+
+def _refuse_two_schemas(content: dict[str, Any]) -> None:
+    """Refuse a schema that SGLang leaves for another one, or for none."""
+    given = content.get("response_format")
+    wanted = given if isinstance(given, dict) else {}
+    kind = wanted.get("type")
+    if kind == "json_object" and any(_asks(wanted.get(name)) for name in ("schema", "json_schema")):
+        message = 'response_format of type "json_object" has no schema; legal with one: type "json_schema"'
+        raise RequestError(400, message, "response_format")
+    if kind not in (None, "text") and _asks(content.get("json_schema")):
+        raise RequestError(400, "json_schema cannot be had with response_format; legal: one", "json_schema")
 
 
 def _refuse_without_effect(content: dict[str, Any], middles: bool) -> None:

@@ -10,7 +10,8 @@ from fathom.runtime.config import Limits, Policy, without_draft
 from fathom.runtime.sglang_host import torchvision_ops
 from fathom.server.applied_policy import refuse_prompt_outputs
 from fathom.server.context import Face
-from fathom.server.refusals import PASSED_OVER
+from fathom.server.refusals import FORMS as FORMS_OF_ANSWERS
+from fathom.server.refusals import PASSED_OVER, READS
 from fathom.server.routes import (
     CHAT,
     COMPLETIONS,
@@ -24,7 +25,13 @@ from fathom.server.routes import (
 
 torchvision_ops.declare()
 
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest  # noqa: E402
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest  # noqa: E402
+from sglang.srt.entrypoints.openai.protocol import (  # noqa: E402
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
+from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
 LIMITS = Limits(16, 4, {"SFI": "no tokenizer is loaded"} | without_draft(), 8, 500)
 ILLEGAL = [
@@ -149,6 +156,52 @@ def test_what_sglang_would_pass_over_is_refused(client, route, field):
     assert not caller.inner.bodies
     for nothing in (None, False, "", [], {}):
         assert caller.call(route, {"model": "m", "prompt": "a", field: nothing}).status == 200
+
+
+DECLARED = {
+    CHAT: ChatCompletionRequest.model_fields,
+    COMPLETIONS: CompletionRequest.model_fields,
+    RESPONSES: ResponsesRequest.model_fields,
+    MESSAGES: AnthropicMessagesRequest.model_fields,
+    GENERATE: GenerateReqInput.__dataclass_fields__,
+}
+
+
+@pytest.mark.parametrize("route", GENERATION_ROUTES)
+@pytest.mark.parametrize("field", FORMS_OF_ANSWERS)
+def test_a_form_of_the_answer_is_read_or_refused(client, route, field):
+    caller = client((1, b"{}"))
+    reply = caller.call(route, {"model": "m", "prompt": "a", field: {"type": "json_schema"}})
+    if field in DECLARED[route]:
+        assert field in READS[route] and reply.status == 200
+        return
+    assert reply.status == 400 and not caller.inner.bodies
+    message = message_of(route, reply.json)
+    assert message.startswith(f"{field} is not supported")
+    assert any(each in message for each in READS[route])
+    for nothing in (None, "", {}, {"type": "text"}) if field == "response_format" else (None, "", {}):
+        assert caller.call(route, {"model": "m", "prompt": "a", field: nothing}).status == 200
+
+
+SCHEMA = {"type": "boolean"}
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "json_schema": json.dumps(SCHEMA)}, "json_schema"),
+    ],
+)
+def test_a_schema_that_would_give_way_is_refused(client, route, body, field):
+    caller = client((1, b"{}"))
+    reply = caller.call(route, {"model": "m", "prompt": "a", **body})
+    assert reply.status == 400 and message_of(route, reply.json).startswith(field)
+    assert not caller.inner.bodies
+    for legal in ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}):
+        assert caller.call(route, {"model": "m", "prompt": "a", **legal}).status == 200
 
 
 @pytest.mark.parametrize(
