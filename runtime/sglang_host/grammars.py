@@ -16,7 +16,7 @@ import xgrammar
 from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
-from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend, ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 
 MOST_BYTES = 256 << 20
@@ -69,10 +69,18 @@ def _bytes_of(key: tuple[str, str], grammar: Any) -> int:
 
 
 def install(manager: GrammarManager, most: int = MOST_BYTES) -> None:
-    """Let what a scheduler keeps of grammars be bounded: to ``most`` bytes, and its compiler to as many."""
+    """Let what a scheduler keeps of grammars be bounded: to ``most`` bytes, and its compiler to as many.
+
+    And let a request bound its thinking: SGLang lets it only where the model's thoughts may not hold some tokens.
+    """
     backend = manager.grammar_backend
     if backend is None:
         return
+    if isinstance(backend, ReasonerGrammarBackend) and backend.enable_strict_thinking:
+        if not backend.grammar_backend.is_support_token_filter:
+            raise ValueError("--enable-strict-thinking needs --grammar-backend xgrammar")
+        backend.enable_token_filter = True
+        backend._token_filter_fn = backend.grammar_backend.set_token_filter
     backend.cache = KeptGrammars(most)
     inner = getattr(backend, "grammar_backend", backend)
     if (compiler := getattr(inner, "grammar_compiler", None)) is not None:

@@ -253,6 +253,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "constrained.reasoner_grammar_backend:ReasonerGrammarBackend._make_grammar_object",
+        "read",
+        "what bounds a request's thoughts, which it has where there is a filter",
+        "grammar reasoning",
+        reads_attributes("enable_token_filter _token_filter_fn"),
+    ),
+    relies_on(
+        SCHEDULER,
         "session.session_controller:SessionController.open",
         "override",
         "sessions are bounded",

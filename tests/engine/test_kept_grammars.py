@@ -15,7 +15,7 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBacke
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # noqa: E402
 
 from fathom.runtime.sglang_host import grammars  # noqa: E402
-from fathom.runtime.sglang_host.rows import grammar_mask  # noqa: E402
+from fathom.runtime.sglang_host.rows import allows, grammar_mask  # noqa: E402
 from fathom.runtime.sglang_host.scheduler import FathomScheduler  # noqa: E402
 
 MOST = 100_000
@@ -80,6 +80,25 @@ def test_one_that_is_larger_than_all_may_be_stays_until_the_next(backend):
     use(backend, regex(3))
     backend.set_cache(regex(3), backend.cache[regex(3)])
     assert backend.cache._bytes == size(backend)
+
+
+@pytest.mark.parametrize("key", [None, regex(1)])
+def test_thoughts_are_bounded_where_they_may_hold_any_token(backend, tokenizer, key):
+    """As those of DeepSeek-R1 may. ``key``: of the grammar of what follows them, if there is one."""
+    parser = SimpleNamespace(detector=SimpleNamespace(think_end_token=" the", think_excluded_tokens=None))
+    thinking = ReasonerGrammarBackend(backend, parser, tokenizer, enable_strict_thinking=True)
+    grammars.install(SimpleNamespace(grammar_backend=thinking), MOST)
+    grammar = thinking.init_strict_reasoning_grammar(True) if key is None else use(thinking, key)[1]
+    grammar.maybe_init_reasoning(True)
+    grammar.max_think_tokens = 2
+    (end,) = thinking.think_end_ids
+    other = tokenizer.eos_token_id + 1
+    for allowed in (True, True, False):
+        mask = grammar_mask(grammar, len(tokenizer))
+        assert allows(mask, end) and allows(mask, other) == allowed
+        grammar.accept_token(other if allowed else end)
+    behind = grammar_mask(grammar, len(tokenizer))
+    assert key is None or not allows(behind, other)
 
 
 def test_grammars_behind_thoughts_count_with_what_they_compiled(backend, tokenizer):
