@@ -20,7 +20,7 @@ from fathom.kernels.dispatch import runs_triton
 from fathom.kernels.window_scores import pooled_max_scores, window_of
 from fathom.runtime.cost import ModelShape
 from fathom.runtime.kv.lists import ListView, SlotLists
-from fathom.runtime.sglang_host import devices, longrope, passes, split_prefill
+from fathom.runtime.sglang_host import devices, passes, rope_scaling, split_prefill
 from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
 from fathom.runtime.sglang_host.draft_attention import Captured, DraftReads, TritonDraftBackend
 from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
@@ -55,7 +55,7 @@ class DraftWorker(TpModelWorker):
         """The KV pool and the attention backend, when the target's allocator is there."""
         runner, target = self.model_runner, self.target.model_runner
         split_prefill.distrust(runner.model)
-        longrope.settle(runner.model, self.model_config.context_len)
+        rope_scaling.settle(runner.model, self.model_config)
         runner.req_to_token_pool = target.req_to_token_pool
         runner.token_to_kv_pool_allocator = target.token_to_kv_pool_allocator
         runner.max_running_requests = target.max_running_requests

@@ -366,12 +366,4 @@ KV_SEAMS: tuple[Seam, ...] = (
         "sums pages besides tokens",
         "ps uncached",
     ),
-    relies_on(
-        SCHEDULER,
-        "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding.forward",
-        "read",
-        "takes another table for it: KV in the prefix cache is rotated alike, whatever its batch was",
-        "positions query key offsets",
-        reads_attributes("long_short_cos_sin_cache original_max_position_embeddings"),
-    ),
 )

@@ -13,22 +13,31 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRo
 
 logger = logging.getLogger(__name__)
 
+SPARE = 256
+"""Positions behind the longest request's, for a draft that looks ahead."""
+
 
 def settle(model: torch.nn.Module, longest: int) -> None:
-    """Let all tokens be rotated by the table for long prompts, if there may be any.
+    """Let all tokens be rotated by one table: that for long prompts, if there may be any.
 
     Args:
         longest: tokens of the longest request, ``--context-length``.
     """
-    told = False
+    told, rows = False, longest + SPARE
     for layer in model.modules():
         if not isinstance(layer, Phi3LongRoPEScaledRotaryEmbedding):
             continue
-        short, table = layer.original_max_position_embeddings, layer.long_cos_sin_cache
-        if longest <= short or layer.long_short_cos_sin_cache is table:
-            continue
-        layer.long_short_cos_sin_cache, layer.original_max_position_embeddings = table, len(table)
-        if not told:
+        short, before = layer.original_max_position_embeddings, layer.long_cos_sin_cache
+        if short >= rows:
+            continue  # no request has more tokens, or the table is ours
+        if longest > short:
+            how = layer.long_factor, layer.long_mscale
+        else:
+            how = layer.short_factor, layer.short_mscale
+        with before.device:
+            table = layer._compute_cos_sin_cache(rows, *how).to(before.dtype)
+        layer.long_short_cos_sin_cache, layer.original_max_position_embeddings = table, rows
+        if longest > short and not told:
             told = True
             logger.warning(
                 f"short prompts are rotated as long ones, since requests may have {longest} tokens; with "

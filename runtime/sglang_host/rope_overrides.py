@@ -1,11 +1,16 @@
-"""``--json-model-override-args`` for a model's positions: what is not overridden stays the model's own.
+"""A model's positions in SGLang's words, and overrides of them by ``--json-model-override-args``.
 
 Transformers 5 keeps the base of a model's rotations (``rope_theta``) and how they are scaled in one dictionary,
 ``rope_parameters``, and ``rope_scaling`` is a name for all of it. SGLang puts an override in its place: with the
 YaRN of a model's card the base is 10,000 whatever the model was trained with, and a base that is overridden alone
-is read by nobody. Here an override does what the same words do in the model's ``config.json``.
+is read by nobody. Here an override does what the same words do in the model's ``config.json``, and what is not
+overridden stays the model's own.
+
+How much scaled rotations change the size of queries and keys has names in SGLang that are not Transformers', which
+it passes over: answers are fluent, and another model's.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +30,45 @@ def install() -> None:
 
 
 def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """SGLang's function of this name."""
+    """SGLang's function of this name; scaling is in its words too."""
     if model_override_args and _of_positions(model_override_args):
         plain = _get_config(*args, model_override_args={}, **kwargs)
         model_override_args = completed(model_override_args, plain)
-    return _get_config(*args, model_override_args=model_override_args, **kwargs)
+    config = _get_config(*args, model_override_args=model_override_args, **kwargs)
+    text = config.get_text_config()
+    own: Any = getattr(text, WHOLE, None)
+    if kind_of(own) and not hasattr(
+        text, "kv_lora_rank"
+    ):  # with latent attention, scales are also the scores'
+        text.rope_parameters = spelled(own)
+    return config
+
+
+def kind_of(parameters: Any) -> str | None:
+    """The kind of a model's ``rope_parameters``, which may also be none, or those of several kinds of layers."""
+    return parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
+
+
+def spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` in SGLang's words besides Transformers'."""
+    result, kind = dict(parameters), kind_of(parameters)
+    factor, attention = result.get("factor"), result.get("attention_factor")
+    if kind == "linear" and factor is not None:
+        result["factor"] = float(factor)
+    if kind == "yarn" and factor is not None:
+        names = ("mscale", "mscale_all_dim")
+        if attention is not None or not all(result.get(name) for name in names):
+            for name in names:
+                result.pop(name, None)
+        if attention is not None:
+            result["attn_factor"] = attention / (1 + 0.1 * math.log(max(factor, 1)))
+    if kind == "longrope":
+        short = result.get("original_max_position_embeddings")
+        if attention is None and factor is not None and short is not None:
+            attention = math.sqrt(1 + math.log(factor) / math.log(short)) if factor > 1 else 1.0
+        if attention is not None:
+            result = {"short_mscale": attention, "long_mscale": attention} | result
+    return result
 
 
 def _of_positions(overrides: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from fathom.runtime.sglang_host.gpu_seams import GPU_SEAMS
 from fathom.runtime.sglang_host.http_seams import HTTP_SEAMS
 from fathom.runtime.sglang_host.kv_seams import KV_SEAMS
 from fathom.runtime.sglang_host.lora_seams import LORA_SEAMS
+from fathom.runtime.sglang_host.rotation_seams import ROTATION_SEAMS
 from fathom.runtime.sglang_host.sampling_seams import SAMPLING_SEAMS
 from fathom.runtime.sglang_host.seam import (
     DETOKENIZER,
@@ -371,6 +372,7 @@ LEDGER: tuple[Seam, ...] = (
         "a model's rotations are those of `rope_parameters`",
         "config",
     ),
+    *ROTATION_SEAMS,
     *SAMPLING_SEAMS,
     *CPU_SEAMS,
     *KV_SEAMS,

@@ -32,9 +32,9 @@ from fathom.runtime.sglang_host import (
     gpu_memory,
     gpu_streams,
     kv_schedule,
-    longrope,
     passes,
     request_table,
+    rope_scaling,
     slow_fast,
     split_prefill,
 )
@@ -98,7 +98,7 @@ class FathomWorker(TpModelWorker):
         self.ledger = RequestLedger()
         if isinstance(self.allocator, DepthAllocator):
             split_prefill.install(self.model_runner.model)
-            longrope.settle(self.model_runner.model, self.model_config.context_len)
+            rope_scaling.settle(self.model_runner.model, self.model_config)
             lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
             lifetime.closed.append(self.ledger.let_go)
             if not self.lacks_slow_fast():

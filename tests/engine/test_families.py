@@ -11,9 +11,10 @@ from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.sglang_host.scheduler import ignored_window
 
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9}
 FAMILIES = {
     "Phi3": {},
-    "Glm4": {},
+    "Glm4": {"rope_parameters": SCALED | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "Gemma": {"tie_word_embeddings": True},
     "Apertus": {},
     "Olmo2": {"hidden_size": 128},
