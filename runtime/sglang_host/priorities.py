@@ -1,7 +1,8 @@
-"""Labels of priorities in SGLang's series: clients choose priorities, and each label stays for ever."""
+"""Priorities: their labels in SGLang's series, of which each stays for ever, and whom they do not end."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,3 +51,21 @@ def install(stock: SchedulerMetricsCollector) -> None:
     """Make SGLang's collector ours."""
     stock.__class__ = FathomCollector
     stock.priorities = PriorityLabels()
+
+
+@contextmanager
+def spared(urgent: Any, begun: Iterable[Any]) -> Iterator[None]:
+    """Let none of these requests make room in a full queue for one that is more urgent than they are.
+
+    Args:
+        urgent: the one that comes.
+        begun: who has run and was taken back; their clients may have read the beginning of an answer.
+    """
+    own = [(request, request.priority) for request in begun]
+    for request, _ in own:
+        request.priority = urgent.priority
+    try:
+        yield
+    finally:
+        for request, priority in own:
+            request.priority = priority

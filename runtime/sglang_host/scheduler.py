@@ -252,8 +252,9 @@ class FathomScheduler(Scheduler):
     def _abort_on_queued_limit(self, recv_req: Req) -> bool:
         if recv_req.time_stats.wait_queue_entry_time:
             return False  # it was let in before, and taken back
-        if not super()._abort_on_queued_limit(recv_req):
-            return False
+        with priorities.spared(recv_req, [req for req in self.waiting_queue if req.retraction_count]):
+            if not super()._abort_on_queued_limit(recv_req):
+                return False
         self.tp_worker.ledger.drop(recv_req)
         return True
 
