@@ -59,6 +59,14 @@ class Refusal:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
+def installed(*modules: str) -> bool:
+    """Whether all of these modules can be imported; none is, but for those that they are in."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except (ImportError, ValueError):
+        return False
+
+
 _GRPC = "requests over gRPC cannot carry a policy, and their answers could not say what was done"
 _SPECULATION = "SGLang's own speculation replaces the worker that runs Fathom's step"
 
@@ -88,6 +96,19 @@ REFUSALS = (
     Refusal("--encoder-only", bool, bool, "an encoder server does not run Fathom's scheduler"),
     Refusal("--use-ray", bool, bool, "Ray starts SGLang's own scheduler processes in place of Fathom's"),
     Refusal("--speculative-algorithm", str, bool, _SPECULATION),
+    Refusal("--speculative-token-map", str, bool, _SPECULATION),
+    Refusal(
+        "--enable-trace",
+        bool,
+        lambda asked: asked and not installed("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
+        "it needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp, which are not installed",
+    ),
+    Refusal(
+        "--tool-server",
+        str,
+        lambda server: server != "demo" and not installed("mcp"),
+        "tools of other servers need the package mcp, which is not installed",
+    ),
 )
 
 REFUSED_ENVIRONMENT = {
@@ -163,6 +184,7 @@ def refuse_abbreviations(words: Iterable[str], options: Collection[str]) -> None
 
 LEAST = {
     "--decode-log-interval": 1,
+    "--max-lora-rank": 1,
     "--max-queued-requests": 1,
     "--max-running-requests": 1,
     "--prefill-max-requests": 1,

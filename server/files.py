@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fathom.server.checks import StartError, check_model, read_object
+from fathom.server.checks import StartError, check_model, installed, read_object
 from fathom.server.units import json_object
 
 ADAPTER_FORMS = 'PATH, NAME=PATH or {"lora_name": NAME, "lora_path": PATH, "pinned": true or false}'
@@ -38,6 +38,12 @@ class Files:
     log_requests_target: list[str] | None = None
     export_metrics_to_file_dir: str | None = None
     crash_dump_folder: str | None = None
+    file_storage_path: str | None = None
+    quantization_param_path: str | None = None
+    decrypted_config_file: str | None = None
+    decrypted_draft_config_file: str | None = None
+    hf_chat_template_name: str | None = None
+    custom_weight_loader: list[str] | None = None
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -47,6 +53,7 @@ class Files:
             "lora_paths": several,
             "log_requests_target": several,
             "model_checksum": {"nargs": "?", "const": ""},
+            "custom_weight_loader": several,
         }
         for item in fields(cls):
             flag = "--" + item.name.replace("_", "-")
@@ -58,8 +65,11 @@ class Files:
         """As parsed flags have it."""
         return cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
 
-    def check(self) -> None:
+    def check(self, model: str = "", draft: str | None = None) -> None:
         """See that all of it is there and can be read, or written to.
+
+        Args:
+            model, draft: folders, files or repositories, whose files some of the options name.
 
         Raises:
             StartError: naming the option and what is wrong.
@@ -78,11 +88,22 @@ class Files:
             check_model(self.model_checksum, "--model-checksum", None)
         for folder in self.log_requests_target or ():
             if folder.lower() != "stdout":
-                _check_folder("--log-requests-target", folder)
-        if self.export_metrics_to_file_dir is not None:
-            _check_folder("--export-metrics-to-file-dir", self.export_metrics_to_file_dir)
-        if self.crash_dump_folder:
-            _check_folder("--crash-dump-folder", self.crash_dump_folder)
+                check_folder("--log-requests-target", folder)
+        for flag, place in (
+            ("--export-metrics-to-file-dir", self.export_metrics_to_file_dir),
+            ("--crash-dump-folder", self.crash_dump_folder),
+            ("--file-storage-path", self.file_storage_path),
+        ):
+            if place:
+                check_folder(flag, place)
+        if (scales := self.quantization_param_path) is not None:
+            read_object(Path(scales), f"--quantization-param-path {scales}: it")
+        _check_config("--decrypted-config-file", self.decrypted_config_file, model)
+        _check_config("--decrypted-draft-config-file", self.decrypted_draft_config_file, draft or "")
+        if self.hf_chat_template_name is not None:
+            _check_template_name(self.hf_chat_template_name, self.tokenizer_path or model)
+        for name in self.custom_weight_loader or ():
+            _check_function("--custom-weight-loader", name)
 
     def _check_certificate(self) -> None:
         for flag, path in (
@@ -120,8 +141,12 @@ def _check_file(option: str, path: str) -> None:
         raise StartError(f"{option} {path}: {error.strerror}") from None
 
 
-def _check_folder(option: str, path: str) -> None:
-    """See that a folder can be written to, or be made."""
+def check_folder(option: str, path: str) -> None:
+    """See that a folder can be written to, or be made.
+
+    Raises:
+        StartError: naming the option and what is wrong.
+    """
     folder = Path(path).absolute()
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -173,6 +198,35 @@ def _check_tokenizer(path: str) -> None:
     check_model(path, option, None)
     if os.path.isdir(path) and not any(any(Path(path).glob(name)) for name in names):
         raise StartError(f"{option} {path}: the folder has no tokenizer")
+
+
+def _check_config(option: str, path: str | None, model: str) -> None:
+    """See that there is such a file, absolute or in the model's folder, with a config in it."""
+    if path and (os.path.isabs(path) or os.path.isdir(model)):
+        read_object(Path(model, path), f"{option} {path}: it")
+
+
+def _check_template_name(name: str, tokenizer: str) -> None:
+    """See that a tokenizer in a folder has several chat templates, and one of this name."""
+    option, folder = "--hf-chat-template-name", Path(tokenizer)
+    if not folder.is_dir():
+        return
+    known = {path.stem for path in folder.glob("additional_chat_templates/*.jinja")}
+    if (file := folder / "tokenizer_config.json").is_file():
+        told = read_object(file, f"{option} {name}: {file}").get("chat_template")
+        known |= {str(each.get("name")) for each in told} if isinstance(told, list) else set()
+    if known and (folder / "chat_template.jinja").is_file():
+        known.add("default")
+    if name not in known:
+        legal = f"it has {', '.join(sorted(known))}" if known else "its templates have no names"
+        raise StartError(f"{option} {name}: {tokenizer} has no chat template of this name; {legal}")
+
+
+def _check_function(option: str, name: str) -> None:
+    """See that a function is given by its module and name, and that there is such a module."""
+    module, _, function = name.rpartition(".")
+    if not (module and function and installed(module)):
+        raise StartError(f"{option} {name}: must be MODULE.FUNCTION, of a module that can be imported")
 
 
 def _check_experts(given: str) -> None:

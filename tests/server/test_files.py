@@ -58,6 +58,11 @@ def folder(tmp_path_factory):
     (place / "marked.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% continue %}{% endfor %}"
     )
+    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"):
+        (place / "named" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "named" / name).write_text("{}")
+    listed = {"chat_template": [{"name": "plain", "template": ""}]}
+    (place / "named" / "tokenizer_config.json").write_text(json.dumps(listed))
     for name, content in (("cert", CERTIFICATE), ("key", KEY), ("locked", LOCKED)):
         (place / f"{name}.pem").write_text(content)
     return place
@@ -112,6 +117,19 @@ SLIPS = [
     ),
     ("--export-metrics-to-file-dir {}/bad.json", "--export-metrics-to-file-dir {}/bad.json: "),
     ("--crash-dump-folder {}/bad.json", "--crash-dump-folder {}/bad.json: {}/bad.json is no folder"),
+    ("--file-storage-path /dev/null/x", "--file-storage-path /dev/null/x: /dev/null is no folder"),
+    ("--quantization-param-path /nowhere", "--quantization-param-path /nowhere: it: No such file"),
+    ("--quantization-param-path {}/bad.json", "--quantization-param-path {}/bad.json: it is not valid JSON"),
+    ("--decrypted-config-file /nowhere", "--decrypted-config-file /nowhere: it: No such file"),
+    ("--decrypted-config-file nowhere", "--decrypted-config-file nowhere: it: No such file"),
+    ("--decrypted-draft-config-file {}/bad.json", "bad.json: it is not valid JSON"),
+    ("--hf-chat-template-name nope", "has no chat template of this name; its templates have no names"),
+    ("--hf-chat-template-name x --tokenizer-path {}/named", "of this name; it has default, plain, tools"),
+    ("--custom-weight-loader x.y", "--custom-weight-loader x.y: must be MODULE.FUNCTION, of a module"),
+    ("--custom-weight-loader os.path.join load", "--custom-weight-loader load: must be MODULE.FUNCTION"),
+    ("--tool-server x", "--tool-server x is not supported: tools of other servers need the package mcp"),
+    ("--speculative-token-map /nowhere", "--speculative-token-map /nowhere is not supported: SGLang's own"),
+    ("--enable-trace", "--enable-trace is not supported: it needs the packages opentelemetry-sdk"),
 ]
 
 
@@ -147,6 +165,10 @@ def test_a_slip_is_one_line_that_names_the_option(given, told, folder, capsys):
         {"init_expert_location": '{"logical_count": [[1]]}'},
         {"model_checksum": ""},
         {"log_requests_target": ["stdout", "{}/new/logs"], "export_metrics_to_file_dir": "{}"},
+        {"hf_chat_template_name": "tools", "tokenizer_path": "{}/named"},
+        {"hf_chat_template_name": "plain", "tokenizer_path": "{}/named"},
+        {"custom_weight_loader": ["os.path.join"], "file_storage_path": "{}/new"},
+        {"decrypted_config_file": str(DEMO_TARGET / "config.json")},
     ],
     ids=str,
 )
