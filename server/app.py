@@ -152,6 +152,7 @@ def launch(
         ollama,
         parsers,
         quiet,
+        request_log,
         responses,
         templates,
         tool_arguments,
@@ -200,6 +201,7 @@ def launch(
     aside.install()
     keys.install(server_args.fastapi_root_path)
     redact.install()
+    request_log.install()
     labels.install()
     responses.install()
     messages.install()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import re
 import sys
 import time
@@ -26,14 +25,11 @@ from fathom.server import bounds
 from fathom.server.adapters import Adapters, Unloaded, adapter_of, each
 from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_outputs
 from fathom.server.context import CURRENT, Face, RequestContext, public
-from fathom.server.control import ControlCommunicator
+from fathom.server.control import ControlCommunicator, check_logging, check_profile
 from fathom.server.errors import ControlError
 from fathom.server.history import Finished
 from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 from fathom.server.routes import GENERATES, OTHER, path_of
-
-MOST_LOGGED = 3
-"""SGLang's highest level of logging requests (``--log-requests-level``)."""
 
 ABORT_SECONDS = 2.0
 """After a stream, until what may be left of its work is ended."""
@@ -110,24 +106,19 @@ class FathomTokenizerManager(TokenizerManager):
             await super()._resolve_lora_path(obj)
 
     async def _execute_profile(self, req: Any) -> Any:
+        check_profile(req, on_gpu=self.server_args.device != "cpu")
         try:
             return await super()._execute_profile(req)
         except RuntimeError as error:
             raise ControlError(str(error)) from None
 
     def configure_logging(self, obj: Any) -> None:
-        """SGLang's, with illegal levels refused before anything is changed.
+        """SGLang's, with illegal values refused before anything is changed.
 
         Raises:
             ControlError: naming the field and what is legal.
         """
-        known = logging.getLevelNamesMapping()
-        if obj.log_level is not None and obj.log_level.upper() not in known:
-            legal = ", ".join(name.lower() for name in known)
-            raise ControlError(f"log_level must be one of {legal}, got {obj.log_level[:40]!r}")
-        level = obj.log_requests_level
-        if level is not None and not 0 <= level <= MOST_LOGGED:
-            raise ControlError(f"log_requests_level must be an integer in [0, {MOST_LOGGED}], got {level}")
+        check_logging(obj)
         super().configure_logging(obj)
 
     async def generate_request(

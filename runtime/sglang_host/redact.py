@@ -1,7 +1,9 @@
 """SGLang's server arguments without their secrets, for whoever may read them but not hold the keys."""
 
+import pickle
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """SGLang's arguments that are secrets."""
@@ -12,7 +14,8 @@ _FLAGS = frozenset(f"--{name.replace('_', '-')}" for name in SECRETS)
 
 
 def install() -> None:
-    """Leave secrets out of what SGLang tells of its arguments, in answers and in its log."""
+    """Leave secrets out of what SGLang tells of its arguments, in answers, in its log and in dumps of requests."""
+    from sglang.srt.managers import tokenizer_manager
     from sglang.srt.server_args import ServerArgs
 
     resolved_dict = ServerArgs.resolved_dict
@@ -21,6 +24,7 @@ def install() -> None:
         return arguments(resolved_dict(self))
 
     ServerArgs.resolved_dict = without_secrets
+    tokenizer_manager.pickle = Dumps
 
 
 def arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -39,3 +43,26 @@ def command(words: Iterable[str]) -> str:
             word = f"{flag}={HIDDEN}"
         shown.append(word)
     return " ".join(shown)
+
+
+class Dumps:
+    """In the place of ``pickle`` where SGLang writes dumps of requests."""
+
+    @staticmethod
+    def dump(content: dict[str, Any], file: IO[bytes]) -> None:
+        """Write what SGLang gathered, with the secrets in its arguments and in the command line hidden."""
+        if "launch_command" in content:
+            content = content | {"launch_command": command(sys.argv)}
+        _Pickler(file).dump(content)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        from sglang.srt.server_args import ServerArgs
+
+        if not isinstance(value, ServerArgs):
+            return NotImplemented
+        rebuild, (kind, fields, kept) = value.__reduce__()
+        # Beside the fields it keeps what they were given, by name too.
+        kept = {name: arguments(each) if isinstance(each, dict) else each for name, each in kept.items()}
+        return rebuild, (kind, arguments(fields), kept)

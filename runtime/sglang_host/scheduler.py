@@ -37,6 +37,7 @@ from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_tree import tree_of
+from fathom.runtime.sglang_host.profiles import FathomProfiles
 from fathom.runtime.sglang_host.requests import (
     alternates,
     decides_its_next_step,
@@ -110,6 +111,10 @@ class FathomScheduler(Scheduler):
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
         self._request_dispatcher = GuardedDispatcher(self._request_dispatcher, self)
+
+    def init_profiler(self) -> None:
+        super().init_profiler()
+        self.profiler_manager.__class__ = FathomProfiles
 
     def get_output_streamer_class(self) -> type[FathomOutputStreamer]:
         return FathomOutputStreamer

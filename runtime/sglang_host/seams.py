@@ -30,6 +30,7 @@ from fathom.runtime.sglang_host.seam import (
 )
 from fathom.runtime.sglang_host.split_seams import SPLIT_SEAMS
 from fathom.runtime.sglang_host.tool_seams import TOOL_SEAMS
+from fathom.runtime.sglang_host.watch_seams import WATCH_SEAMS
 from fathom.runtime.sglang_host.weight_seams import WEIGHT_SEAMS
 
 SGLANG_VERSION = "0.5.20"
@@ -382,6 +383,7 @@ LEDGER: tuple[Seam, ...] = (
     *HTTP_SEAMS,
     *SPLIT_SEAMS,
     *TOOL_SEAMS,
+    *WATCH_SEAMS,
     *WEIGHT_SEAMS,
     # --- the detokenizer ---
     relies_on(

@@ -1,5 +1,7 @@
 """Requests that control a running server: what cannot be done is refused with a reason, and the server lives on."""
 
+import re
+
 import pytest
 from conftest import save_random_model
 
@@ -35,12 +37,88 @@ def test_a_recorder_that_is_not_there(server, verb, method):
         ("/stop_profile", None, "Profiling is not in progress"),
         ("/configure_logging", {"log_level": "loud"}, "log_level must be one of critical, "),
         ("/configure_logging", {"log_requests_level": 4}, "log_requests_level must be an integer in [0, 3]"),
+        ("/configure_logging", {"log_requests_format": "xml"}, "log_requests_format must be text or json"),
+        (
+            "/configure_logging",
+            {"dump_requests_folder": "/dev/null/x"},
+            "dump_requests_folder /dev/null/x: /dev",
+        ),
+        ("/configure_logging", {"crash_dump_folder": "/dev/null/x"}, "/dev/null is no folder"),
+        ("/configure_logging", {"dump_requests_threshold": 0}, "dump_requests_threshold must be an integer"),
+        ("/start_profile", {"output_dir": "/dev/null/x"}, "output_dir /dev/null/x: /dev/null is no folder"),
+        ("/start_profile", {"activities": ["MEM"]}, "activities must be a list of one or more of CPU, GPU"),
+        ("/start_profile", {"activities": []}, "activities must be a list of one or more of CPU, GPU"),
+        ("/start_profile", {"num_steps": 0}, "num_steps must be an integer of 1 or more, got 0"),
+        ("/start_profile", {"start_step": -1, "num_steps": 1}, "start_step must be an integer of 0 or more"),
+        ("/start_profile", {"profile_by_stage": True}, "profile_by_stage needs num_steps"),
+        ("/start_profile", {"profile_stages": ["decode"]}, "profile_stages needs a server that was started"),
+        ("/start_profile", {"profile_prefix": "a/b"}, "profile_prefix is part of a file's name"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused(server, path, body, reason):
     reply = server.client.post(path, json=body)
     assert reply.status_code == 400
     assert reason in str(reply.json())
+
+
+def test_a_profile_by_stage_has_files_of_both(server, tmp_path):
+    given = {
+        "output_dir": str(tmp_path / "new"),
+        "num_steps": 1,
+        "profile_by_stage": True,
+        "with_stack": False,
+    }
+    server.flush()
+    assert server.client.post("/start_profile", json={**given, "activities": ["CPU"]}).status_code == 200
+    answer(server)
+    stages = {path.name.split(".trace")[0].rsplit("-", 1)[-1] for path in (tmp_path / "new").iterdir()}
+    assert stages == {"EXTEND", "DECODE"}
+
+
+@pytest.mark.parametrize("steps", [None, 1])
+def test_a_profile_that_cannot_be_written_ends_without_the_engine(server, tmp_path, steps):
+    (tmp_path / "lost").mkdir()
+    given = {"output_dir": str(tmp_path / "lost"), "activities": ["CPU"], "with_stack": False}
+    assert server.client.post("/start_profile", json={**given, "num_steps": steps}).status_code == 200
+    again = server.client.post("/start_profile", json=given)
+    assert again.status_code == 400 and "already in progress" in again.text
+    (tmp_path / "lost").rmdir()
+    (tmp_path / "lost").touch()
+    answer(server)
+    told = [server.client.post("/stop_profile") for _ in range(2)]
+    assert [reply.status_code for reply in told] == [400, 400]
+    assert ("the profile was given up" in told[0].text) == (steps is None)
+    assert "not in progress" in told[1].text
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_neither_prompt_nor_answer_is_in_a_log_that_is_to_be_without_them(server, level, form):
+    """Whatever of its tokens a request asks back."""
+    tokens = list(range(1711, 1719))
+    everything = {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "rid": f"{level}{form}",
+    }
+    everything |= {
+        "token_ids_logprob": [1723],
+        "return_text_in_logprobs": True,
+        "return_prompt_token_ids": True,
+    }
+    log = {"log_requests": True, "log_requests_level": level, "log_requests_format": form}
+    server.client.post("/configure_logging", json=log)
+    try:
+        told = server.client.post("/generate", json={**ASK, "text": None, "input_ids": tokens, **everything})
+    finally:
+        server.client.post("/configure_logging", json={"log_requests": False})
+    lines = [line for line in server.log.read_text().splitlines() if everything["rid"] in line]
+    assert len(lines) == 2
+    shown = set(map(int, re.findall(r"(?<![\d.])\d{4}(?![\d.])", " ".join(lines))))
+    assert len(told.json()["meta_info"]["input_token_logprobs"]) == len(tokens)
+    assert not shown & {*tokens, *(token for token in told.json()["output_ids"] if token > 999)}
+    assert repr(told.json()["text"])[1:-1] not in lines[1]
 
 
 def test_the_prefix_cache_is_emptied_under_vllms_name(server):

@@ -1,12 +1,19 @@
 """A running server that asks for an API key and bounds what it reads."""
 
+import io
+import pickle
+import sys
+import time
+
 import anthropic
 import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import auth
 from starlette.routing import WebSocketRoute
 
+from fathom.runtime.sglang_host import redact
 from fathom.server import keys
 from fathom.server.routes import CHAT, MESSAGES, error_body
 
@@ -54,6 +61,44 @@ def test_keys_are_not_told_to_who_has_one_of_them(guarded):
     told = httpx.get(guarded.url + "/server_info", headers={"authorization": "Bearer k"}).json()
     assert told["admin_api_key"] == told["internal_states"][0]["api_key"] == "(hidden)"
     assert "--api-key (hidden) --admin-api-key=(hidden)" in told["launch_command"]
+
+
+def test_keys_are_in_no_dump_of_requests(guarded, tmp_path):
+    def configure(folder):
+        asked = {"dump_requests_folder": folder, "dump_requests_threshold": 1}
+        admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+        assert httpx.post(guarded.url + "/configure_logging", json=asked, headers=admin).status_code == 200
+
+    configure(str(tmp_path))
+    ask = {"text": "Where?", "sampling_params": {"max_new_tokens": 1}}
+    httpx.post(guarded.url + "/generate", json=ask, headers={"authorization": "Bearer k"}, timeout=60)
+    configure("")
+    dump = wait_for_one(lambda: [path for path in tmp_path.iterdir() if path.stat().st_size])
+    wait_for_one(lambda: dump.read_bytes().endswith(pickle.STOP) and [dump])
+    told = pickle.loads(dump.read_bytes())
+    assert told["server_args"].api_key == told["server_args"].admin_api_key == "(hidden)"
+    assert told["requests"][0][0].text == "Where?"
+    assert ADMIN_KEY.encode() not in dump.read_bytes()
+
+
+def wait_for_one(found):
+    deadline = time.monotonic() + 30
+    while not (several := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return several[0]
+
+
+def test_a_dump_before_the_end_has_the_command_line_without_keys(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fathom", "serve", "--api-key", "first-word", "--admin-api-key=other"])
+    given = ServerArgs(model_path="m", api_key="first-word", admin_api_key="other")
+    given._raw_input = {"api_key": "first-word"}
+    content = {"server_args": given, "launch_command": " ".join(sys.argv)}
+    redact.Dumps.dump(content, file := io.BytesIO())
+    told = pickle.loads(file.getvalue())
+    assert told["server_args"].model_path == "m" and told["server_args"].api_key == "(hidden)"
+    assert not any(word in file.getvalue() for word in (b"first-word", b"other"))
+    assert told["launch_command"] == "fathom serve --api-key (hidden) --admin-api-key=(hidden)"
 
 
 @pytest.mark.parametrize(
