@@ -19,6 +19,8 @@ class Account:
 
     policy: Mapping[str, Any] = field(default_factory=dict)
     prefill_steps: int = 0  # engine steps (chunks) that carried prompt tokens
+    prefill_seconds: float = 0.0  # of these steps, whatever else was in them
+    draft_prefill_seconds: float = 0.0  # of these, what the draft took to read prompts and to judge them
     decode_steps: int = 0
     decode_seconds: float = 0.0  # of the engine's steps that only decoded, whatever the batch
     fast_seconds: float = 0.0  # of these, in its fast steps
@@ -161,6 +163,8 @@ class RequestLedger:
             account.hold(part.held)
             if part.prompt_tokens is not None:
                 account.prefill_steps += 1
+                account.prefill_seconds += seconds
+                account.draft_prefill_seconds += step.draft_seconds or 0.0
                 self.totals["prefill_tokens"] += part.prompt_tokens
                 self.totals["prefill_steps"] += 1
                 continue
@@ -211,8 +215,14 @@ class RequestLedger:
         if account is not None and account.first_token_time is None:
             account.first_token_time = time.perf_counter()
 
-    def report(self, request: Any, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """The finished request's ``fathom`` object (JSON-safe)."""
+    def report(
+        self, request: Any, prompt_tokens: int, cached_tokens: int, queue_seconds: float = 0.0
+    ) -> dict[str, Any]:
+        """The finished request's ``fathom`` object (JSON-safe).
+
+        Args:
+            queue_seconds: that it waited for its first step.
+        """
         account = self._accounts.get(request)
         if account is None:  # aborted before its first step
             account = Account()
@@ -223,7 +233,10 @@ class RequestLedger:
             "kept_tokens": prompt_tokens if account.kept_tokens is None else account.kept_tokens,
             "deep_tokens": prompt_tokens if account.deep_tokens is None else account.deep_tokens,
             "cached_tokens": cached_tokens,
+            "queue_seconds": queue_seconds,
             "prefill_steps": account.prefill_steps,
+            "prefill_seconds": account.prefill_seconds,
+            "draft_prefill_seconds": account.draft_prefill_seconds,
             "decode_steps": account.decode_steps,
             "slow_steps": account.decode_steps - account.fast_steps,
             "fast_steps": account.fast_steps,

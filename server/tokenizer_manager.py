@@ -258,6 +258,9 @@ class FathomTokenizerManager(TokenizerManager):
         if not reports or finish_reason is None:
             return
         (report,) = reports
+        if not state.obj.stream and (first := report.get("first_token_time")) is not None:
+            # SGLang has it of the first group of tokens, often the only one; its decode_throughput goes by it.
+            state.time_stats.first_token_time = first
         if adapter := getattr(state.obj, "lora_path", None):
             report = report | {"adapter": adapter}
         meta_info[POLICY_KEY] = public(report)

@@ -46,14 +46,11 @@ class FathomOutputStreamer(SchedulerOutputStreamer):
 
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[list[dict[str, Any]]]]:
         """Per emitted request what is new to say: its report at its end, nothing while it is still running."""
-        return {
-            POLICY_KEY: [
-                [self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens)]
-                if request.finished()
-                else []
-                for request in reqs
-            ]
-        }
+        return {POLICY_KEY: [[self._report(request)] if request.finished() else [] for request in reqs]}
+
+    def _report(self, request: Req) -> dict[str, Any]:
+        waited = max(request.time_stats.get_queueing_time(), 0.0)  # one that never ran entered no step
+        return self.ledger.report(request, len(request.origin_input_ids), request.cached_tokens, waited)
 
 
 def may_become_a_stop(request: Req) -> bool:

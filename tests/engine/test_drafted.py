@@ -230,10 +230,13 @@ def test_time_of_prefill_is_counted_for_each_model(servers):
     dense = prefill_seconds(server)
     assert dense[0] == before[0] and dense[1] - before[1] > 0.001
     began = time.perf_counter()
-    ask(server, [prompt], KEEP, 1)
+    (answer,) = ask(server, [prompt], KEEP, 1)
     elapsed, drafted = time.perf_counter() - began, prefill_seconds(server)
     draft, target = drafted[0] - dense[0], drafted[1] - dense[1]
     assert draft > 0.001 and target > 0.001 and draft + target < elapsed
+    account = answer["meta_info"]["fathom"]
+    assert account["draft_prefill_seconds"] == pytest.approx(draft)
+    assert account["prefill_seconds"] == pytest.approx(draft + target)
 
 
 def test_ends_are_found_inside_a_burst(servers, target):

@@ -47,6 +47,7 @@ def test_counters_add_up_and_the_report_closes_the_account():
     assert (report["kv_bytes"], report["kv_bytes_dense"]) == (3000, 4300)
     assert report["kept_tokens"] == report["deep_tokens"] == 42
     assert report["first_token_time"] == first
+    assert (report["prefill_seconds"], report["draft_prefill_seconds"]) == (2, 0.25)
     steps = {"prefill_tokens": 42, "prefill_steps": 2, "decode_steps": 1, "requests": 1}
     assert ledger.totals == steps | {
         "draft_tokens": 0,
@@ -65,9 +66,9 @@ def test_each_counter_is_reported_under_its_own_name():
     for number, name in enumerate(names, start=1000):
         setattr(account, name, number)
     wanted = {name: getattr(account, name) for name in names if name != "reported"}
-    report = ledger.report(request, prompt_tokens=9, cached_tokens=5)
-    slow = account.decode_steps - account.fast_steps
-    assert report == wanted | {"prompt_tokens": 9, "cached_tokens": 5, "slow_steps": slow}
+    report = ledger.report(request, prompt_tokens=9, cached_tokens=5, queue_seconds=0.5)
+    given = {"prompt_tokens": 9, "cached_tokens": 5, "queue_seconds": 0.5}
+    assert report == wanted | given | {"slow_steps": account.decode_steps - account.fast_steps}
 
 
 def test_means_are_over_the_spans_and_the_last_one_is_the_deepest():
@@ -98,7 +99,8 @@ PARTS = st.tuples(
 @settings(max_examples=60)
 def test_any_steps_add_up(steps):
     """Of any batches: each request's numbers are those of its own parts, and the totals are their sums. What a step
-    took is decode time where all of its requests decoded, and nobody's where one brought prompt tokens."""
+    took is decode time where all of its requests decoded; where one brought prompt tokens it is prefill time of
+    those that did."""
     ledger, requests, now = RequestLedger(), [Request() for _ in range(3)], 0.0
     for request in requests:
         ledger.open(request, {})
@@ -112,13 +114,15 @@ def test_any_steps_add_up(steps):
         ledger.settle(Launched(now, None, parts), now + seconds)
         now += seconds
         for i, *part in step_parts:
-            own[i].append((*part, seconds * timed))
+            own[i].append((*part, seconds * (timed or part[0] is not None)))
     reports = [ledger.report(request, 9, 0) for request in requests]
     for report, parts in zip(reports, own, strict=True):
         sizes = [size for _, _, size, _ in parts]
         decoded = [(outcome, seconds) for prompt, outcome, _, seconds in parts if prompt is None]
         slow_fast = [outcome for outcome, _ in decoded if outcome is not None]
         assert report["prefill_steps"] == len(parts) - len(decoded)
+        read = [seconds for prompt, _, _, seconds in parts if prompt is not None]
+        assert report["prefill_seconds"] == sum(read)
         assert report["decode_steps"] == len(decoded) == report["slow_steps"] + report["fast_steps"]
         assert report["fast_steps"] == sum(outcome.fast for outcome in slow_fast)
         assert report["decode_seconds"] == sum(seconds for _, seconds in decoded)

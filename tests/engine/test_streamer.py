@@ -18,6 +18,8 @@ class Request:
         self.output_ids, self.ended = list(output), ended
         self.stream, self.send_token_offset, self.stops = False, 0, False
         self.sampling_params = SimpleNamespace(stream_interval=None)
+        self.waited = 0.25
+        self.time_stats = SimpleNamespace(get_queueing_time=lambda: self.waited)
 
     def finished(self):
         return self.ended
@@ -43,8 +45,16 @@ def test_the_account_comes_with_the_last_tokens(made):
     none, (report,) = info[POLICY_KEY]
     assert none == []
     assert (report["prompt_tokens"], report["cached_tokens"]) == (40, 20)
-    assert report["policy"] == {"preset": "20"}
+    assert (report["policy"], report["queue_seconds"]) == ({"preset": "20"}, 0.25)
     assert len(made.ledger) == 1, "the account of the one that runs is open"
+
+
+def test_a_request_that_never_ran_has_no_time_in_the_queue(made):
+    """It entered no step: SGLang takes its arrival from nothing."""
+    request = Request(3, 0, ended=True)
+    request.waited = -40.0
+    ((report,),) = made.build_additional_customized_info([request])[POLICY_KEY]
+    assert report["queue_seconds"] == 0
 
 
 def test_the_first_token_is_stamped_before_it_is_sent(made, monkeypatch):

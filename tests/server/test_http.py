@@ -68,6 +68,17 @@ def check_account(account, generations=1):
     assert "first_token_time" not in account
 
 
+def test_where_the_time_of_an_answer_went_is_told(client, body):
+    """Alone, in at most one group of tokens: its stages follow each other, and its pace is that of its steps."""
+    meta = client.post(GENERATE, json=body(GENERATE, 40, "Where does it go?")).json()["meta_info"]
+    told = meta["fathom"]
+    stages = [told[name] for name in ("queue_seconds", "prefill_seconds", "decode_seconds")]
+    assert min(stages) > 0 and told["draft_prefill_seconds"] == 0
+    assert sum(stages) < meta["e2e_latency"]
+    decoding = (meta["completion_tokens"] - 1) / meta["decode_throughput"]
+    assert 0.9 * told["decode_seconds"] < decoding < meta["e2e_latency"] - told["prefill_seconds"] / 2
+
+
 def test_the_scheduler_process_tells_what_it_runs(client):
     info = client.get("/fathom/info").json()
     engine = info["engine"][0]

@@ -155,7 +155,13 @@ def test_the_report_is_taken_when_the_generation_ends(manager):
     assert meta == {"other": [1]}
     manager.update_request_meta_info(meta, state, info, 1, {"type": "stop"})
     assert meta == {"other": [1, 2], "fathom": {"kept_tokens": 4}}
-    assert state.fathom_account.first_token == 11.0
+    assert state.fathom_account.first_token == state.time_stats.first_token_time == 11.0
+
+
+def test_a_streams_first_token_is_when_it_was_sent(manager):
+    state = state_of(stream=True)
+    manager.update_request_meta_info({}, state, {"fathom": [[REPORT]]}, 0, {"type": "stop"})
+    assert state.time_stats.first_token_time == 15.0
 
 
 def output(reason, tokens=6):
