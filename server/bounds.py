@@ -20,6 +20,9 @@ from fathom.server.refusals import INTERNAL_FIELDS, INTERNAL_SAMPLING_FIELDS, MA
 
 MAX_TOP_LOGPROBS = 1024
 
+LONGEST_RID = 512
+"""Characters of an id that a client gives its request."""
+
 MAX_BATCH = 4096
 """Most generations of one request. Each is made ready before any of them begins, and all others wait meanwhile."""
 
@@ -140,8 +143,8 @@ def _refuse_overrides(obj: GenerateReqInput | EmbeddingReqInput) -> None:
 
 
 def check_clients(obj: GenerateReqInput) -> None:
-    """Refuse to be in no metric, an id by which a request cannot be aborted when its client goes, and one that the
-    scheduler would take for a health check's, and not answer while busy.
+    """Refuse to be in no metric, an id by which a request cannot be aborted when its client goes, one that the
+    scheduler would take for a health check's, and not answer while busy, and one that no line of a log can hold.
 
     Raises:
         ValueError: naming the field.
@@ -151,6 +154,8 @@ def check_clients(obj: GenerateReqInput) -> None:
     for each in obj.rid if isinstance(obj.rid, list) else [obj.rid]:
         if each == "":
             raise ValueError("rid must not be empty")
+        if isinstance(each, str) and not (len(each) <= LONGEST_RID and each.isprintable()):
+            raise ValueError(f"rid must be of at most {LONGEST_RID} characters that can be printed")
         if isinstance(each, str) and each.startswith(HEALTH_CHECK_RID_PREFIX):
             raise ValueError(f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}, which is for health checks")
 

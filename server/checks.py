@@ -4,10 +4,13 @@ import argparse
 import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +209,33 @@ def refuse_numbers(arguments: Any) -> None:
     if not 0 <= arguments.node_rank < arguments.nnodes:
         # It would wait for others for ever.
         raise StartError(f"--node-rank must be in [0, {arguments.nnodes - 1}], got {arguments.node_rank}")
+
+
+BUCKETS = "--bucket-time-to-first-token", "--bucket-inter-token-latency", "--bucket-e2e-request-latency"
+SGLANGS_LABELS = "model_name", "engine_type", "priority", "le"
+
+
+def refuse_metrics(arguments: Any) -> None:
+    """Refuse buckets and labels with which there are no metrics, or with which clients write over SGLang's labels.
+
+    Raises:
+        StartError: naming the option.
+    """
+    for flag in BUCKETS:
+        given = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if given is not None and not (
+            given and all(low < high for low, high in pairwise([0.0, *given])) and isfinite(given[-1])
+        ):
+            shown = " ".join(f"{bound:g}" for bound in given)
+            raise StartError(
+                f"{flag} must be one or more ascending numbers of seconds above 0, got {shown or 'none'}"
+            )
+    for name in arguments.tokenizer_metrics_allowed_custom_labels or ():
+        if not re.fullmatch(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) or name in SGLANGS_LABELS:
+            raise StartError(
+                "--tokenizer-metrics-allowed-custom-labels must be names of letters, digits and underscores, and "
+                f"none of {', '.join(SGLANGS_LABELS)}, got {name}"
+            )
 
 
 def refuse_preferred(given: Any, vocabulary: int) -> None:

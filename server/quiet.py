@@ -29,8 +29,11 @@ REFUSED = (
 RETOLD = re.compile("(The JSON string is|Accepted tokens):.*", re.DOTALL)
 """In these words a grammar's compiler repeats what it was given, and a grammar the answer and itself."""
 LONGEST_REFUSAL = 500
-FORMATS = ("sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.anthropic.serving")
-"""Loggers of routes that log an illegal request with its traceback."""
+FORMATS = (
+    *("sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.anthropic.serving"),
+    "sglang.srt.entrypoints.openai.serving_base",
+)
+"""Loggers of routes that log an illegal request, or a header with labels that is no JSON, with its traceback."""
 KERNEL_MODULES = (
     "sglang.srt.layers.quantization.awq.awq",
     "sglang.srt.layers.quantization.gguf",

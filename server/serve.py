@@ -108,7 +108,12 @@ def _load(work: Plan) -> tuple[Plan, Any]:
     _verify_seams()
     draft_flags = [] if work.draft is None else ["--speculative-draft-model-path", work.draft]
     server_args = _server_args([*work.engine_flags, *draft_flags], work.engine)
-    for refuse in (checks.refuse_bypass, checks.refuse_odd_keys, checks.refuse_numbers):
+    for refuse in (
+        checks.refuse_bypass,
+        checks.refuse_odd_keys,
+        checks.refuse_numbers,
+        checks.refuse_metrics,
+    ):
         refuse(server_args)
     work.face.look_at(server_args)
     return replace(work, engine=_learn_limits(work, server_args)), server_args

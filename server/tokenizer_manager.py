@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sglang_host.control import reason_of
 from fathom.runtime.sglang_host.detokenizer import known_ids
-from fathom.runtime.sglang_host.priorities import PriorityLabels
+from fathom.runtime.sglang_host.priorities import FirstValues, PriorityLabels
 from fathom.server import bounds
 from fathom.server.adapters import Adapters, Unloaded, adapter_of, each
 from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_outputs
@@ -30,6 +31,9 @@ from fathom.server.errors import ControlError
 from fathom.server.history import Finished
 from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 from fathom.server.routes import GENERATES, OTHER, path_of
+
+MOST_VALUES = 256
+"""Of a label that the operator lets clients fill in: each value is a set of series that stays."""
 
 ABORT_SECONDS = 2.0
 """After a stream, until what may be left of its work is ended."""
@@ -58,6 +62,7 @@ class FathomTokenizerManager(TokenizerManager):
     def init_metric_collector_watchdog(self) -> None:
         super().init_metric_collector_watchdog()
         self._priorities = PriorityLabels()
+        self._label_values: defaultdict[str, FirstValues] = defaultdict(lambda: FirstValues(MOST_VALUES))
         if self.enable_metrics:
             self.request_metrics = RequestMetrics()
 
@@ -314,6 +319,9 @@ class FathomTokenizerManager(TokenizerManager):
         given = getattr(state.obj, "priority", None)
         if given is not None:  # SGLang labels its series with it
             state.obj.priority = self._priorities.label(given)
+        if told := getattr(state.obj, "custom_labels", None):
+            few = {name: self._label_values[name].label(value) for name, value in told.items()}
+            state.obj.custom_labels = few
         super().collect_metrics(state, recv_obj, i)
         if given is not None:
             state.obj.priority = given

@@ -1,4 +1,4 @@
-"""Priorities: their labels in SGLang's series, of which each stays for ever, and whom they do not end."""
+"""Labels whose values clients choose, and which stay for ever; and whom a more urgent request does not end."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,17 +12,29 @@ MOST_PRIORITIES = 16
 OTHER = "other"
 
 
-class PriorityLabels:
-    """The first :data:`MOST_PRIORITIES` priorities that are met have a label of their own, all others share one."""
+class FirstValues:
+    """The first values that are met have a label of their own, all others share one.
+
+    Args:
+        most: values with a label of their own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: set[Any] = set()
+
+    def label(self, value: Any) -> Any:
+        """The value, or :data:`OTHER`."""
+        if len(self._known) < self._most:
+            self._known.add(value)
+        return value if value in self._known else OTHER
+
+
+class PriorityLabels(FirstValues):
+    """Of priorities, the first :data:`MOST_PRIORITIES`."""
 
     def __init__(self) -> None:
-        self._known: set[int | None] = set()
-
-    def label(self, priority: int | None) -> int | str | None:
-        """The priority, or :data:`OTHER`."""
-        if len(self._known) < MOST_PRIORITIES:
-            self._known.add(priority)
-        return priority if priority in self._known else OTHER
+        super().__init__(MOST_PRIORITIES)
 
     def fold(self, counts: Mapping[int | None, int]) -> dict[Any, int]:
         """Counts by priority as counts by label."""

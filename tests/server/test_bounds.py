@@ -268,3 +268,13 @@ def test_a_prompt_has_no_vectors_in_the_place_of_tokens():
     obj = GenerateReqInput(input_ids=[5, 6], positional_embed_overrides=overrides)
     with pytest.raises(ValueError, match="vectors in the place of tokens"):
         bounds.check(obj, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    "rid", ["a\n[2026-01-01 00:00:00] b", "\x1b[31m", "a\u2028b", "x" * (bounds.LONGEST_RID + 1)]
+)
+def test_an_id_that_is_not_fit_for_a_line_of_the_log(rid):
+    for given in ({"text": "a", "rid": rid}, {"text": ["a", "b"], "rid": ["x", rid]}):
+        with pytest.raises(ValueError, match="rid must be of at most 512 characters that can be printed"):
+            bounds.check_clients(GenerateReqInput(**given))
+    bounds.check_clients(GenerateReqInput(text="a", rid="chat 7: ü" + "x" * 500))

@@ -1,6 +1,7 @@
 """The command line: every mistake is one line and an exit code, and nothing heavy is loaded to say so."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -327,6 +328,25 @@ def test_numbers_with_which_a_server_answers_nothing():
         with pytest.raises(StartError, match=f"--{name.replace('_', '-')} must be at least 1, got 0"):
             checks.refuse_numbers(SimpleNamespace(**given | {name: 0}))
     assert {f"--{name.replace('_', '-')}" for name in options} <= engine_args.options()
+
+
+def test_buckets_and_labels_with_which_there_are_no_metrics():
+    labels = "tokenizer_metrics_allowed_custom_labels"
+    options = {flag.removeprefix("--").replace("-", "_") for flag in checks.BUCKETS}
+    given = dict.fromkeys([*options, labels])
+    checks.refuse_metrics(SimpleNamespace(**given))
+    checks.refuse_metrics(SimpleNamespace(**given | {name: [0.5, 2.0] for name in options}))
+    for name in options:
+        for wrong in ([], [2.0, 1.0], [1.0, 1.0], [0.0, 1.0], [-1.0], [1.0, math.inf], [math.nan]):
+            with pytest.raises(StartError, match=f"--{name.replace('_', '-')} must be one or more ascending"):
+                checks.refuse_metrics(SimpleNamespace(**given | {name: wrong}))
+    checks.refuse_metrics(SimpleNamespace(**given | {labels: ["tenant", "_2", "Le"]}))
+    for wrong in ("a-b", "1a", "__a", "é", "", "le", "model_name", "priority"):
+        with pytest.raises(
+            StartError, match="-custom-labels must be names of letters, digits and underscores"
+        ):
+            checks.refuse_metrics(SimpleNamespace(**given | {labels: ["tenant", wrong]}))
+    assert {*checks.BUCKETS, "--" + labels.replace("_", "-")} <= engine_args.options()
 
 
 def test_the_beginning_of_an_option_is_none():

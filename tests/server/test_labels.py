@@ -1,5 +1,6 @@
 """Labels that clients could make up: of requests as many as routes and methods, of priorities a few."""
 
+from collections import defaultdict
 from http import HTTPMethod
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ torchvision_ops.declare()
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 
 from fathom.runtime.sglang_host import priorities  # noqa: E402
-from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
+from fathom.runtime.sglang_host.priorities import FirstValues  # noqa: E402
+from fathom.server.tokenizer_manager import MOST_VALUES, FathomTokenizerManager  # noqa: E402
 
 APP = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -84,3 +86,18 @@ def test_queues_have_few_series_by_priority(monkeypatch):
         collector._log_gauge_queue_count(None, data)
     folded = count(64, dict.fromkeys(range(16), 1) | {"other": 48})
     assert logged == [count(5), folded, count(9, {3: 3, "other": 6}), count(0, {})]
+
+
+def test_clients_make_up_so_many_values_of_a_label(monkeypatch):
+    """Of one that the operator lets them fill in."""
+    manager, told = FathomTokenizerManager.__new__(FathomTokenizerManager), []
+    manager.request_metrics = None
+    manager._label_values = defaultdict(lambda: FirstValues(MOST_VALUES))
+    monkeypatch.setattr(TokenizerManager, "collect_metrics", lambda _, state, *rest: told.append(state.obj))
+    for number in [*range(2 * MOST_VALUES), 0]:
+        request = SimpleNamespace(custom_labels={"tenant": f"t{number}", "team": "a"}, log_metrics=True)
+        manager.collect_metrics(SimpleNamespace(obj=request), None, 0)
+    tenants = [request.custom_labels["tenant"] for request in told]
+    assert tenants[:MOST_VALUES] == [f"t{number}" for number in range(MOST_VALUES)]
+    assert {*tenants[MOST_VALUES:-1]} == {"other"} and tenants[-1] == "t0"
+    assert {request.custom_labels["team"] for request in told} == {"a"}
