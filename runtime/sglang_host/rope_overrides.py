@@ -37,9 +37,8 @@ def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **
     config = _get_config(*args, model_override_args=model_override_args, **kwargs)
     text = config.get_text_config()
     own: Any = getattr(text, WHOLE, None)
-    if kind_of(own) and not hasattr(
-        text, "kv_lora_rank"
-    ):  # with latent attention, scales are also the scores'
+    # With latent attention, SGLang's words are the scores' too.
+    if kind_of(own) and not hasattr(text, "kv_lora_rank"):
         text.rope_parameters = spelled(own)
     return config
 
