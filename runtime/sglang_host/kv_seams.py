@@ -251,8 +251,9 @@ KV_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.scheduler:Scheduler._abort_on_queued_limit",
         "override",
-        "a full queue refuses nobody who was let in before",
+        "a full queue refuses nobody who was let in before, and ends nobody who has run",
         "recv_req",
+        reads_attributes("waiting_queue priority"),
     ),
     relies_on(
         SCHEDULER,

@@ -1,4 +1,4 @@
-"""A request that a more urgent one takes out comes back, whatever becomes of the other."""
+"""A request that a more urgent one takes out comes back, whatever becomes of the other, and of those behind it."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -6,11 +6,13 @@ from random import Random
 
 import pytest
 from greedy import body_of
+from waiting import wait_until
 
+QUEUED = 3
 FLAGS = ("--dtype", "float32", "--page-size", "8", "--max-total-tokens", "2000")
 FLAGS += ("--chunked-prefill-size", "8")
 FLAGS += ("--max-running-requests", "1", "--enable-priority-scheduling", "--enable-mixed-chunk")
-FLAGS += ("--priority-scheduling-preemption-threshold", "1")
+FLAGS += ("--priority-scheduling-preemption-threshold", "1", "--max-queued-requests", str(QUEUED))
 POLICIES = ({}, {"kv_retention_rate": 0.3}, {"depth_cutoff": 2}, {"decode": "slow_fast"})
 ROUNDS = 8
 KINDS = ((30, 200, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
@@ -47,4 +49,48 @@ def test_everybody_is_answered_as_alone(server):
         taken_out += sum(each["meta_info"]["num_retractions"] for each in together)
         assert [each["output_ids"] for each in together] == [answer(body)["output_ids"] for body in asked]
     assert taken_out >= ROUNDS / 2
+    assert server.engine()["open_accounts"] == 0
+
+
+def test_a_full_queue_ends_nobody_who_has_run(server):
+    """Who has not makes room for the next that is more urgent; where all have, even the most urgent is refused."""
+
+    def slow_down(seconds):
+        assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
+
+    def ask(priority, tokens):
+        body = body_of([6 + priority, 7, 8], {}, tokens) | {"return_logprob": False}
+        return server.client.post("/generate", json=body | {"priority": priority}, timeout=60)
+
+    def let_in(priority):
+        begun.append(pool.submit(ask, priority, 40))
+        wait_until(
+            lambda: server.engine()["open_accounts"] == len(begun) or any(each.done() for each in begun)
+        )
+
+    def waiting():
+        return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
+
+    slow_down(0.1)
+    begun = []
+    with ThreadPoolExecutor(6) as pool:
+        try:
+            for priority in (0, 2, 4):
+                let_in(priority)
+            late = pool.submit(ask, 0, 4)
+            wait_until(lambda: waiting() == QUEUED)
+            urgent = pool.submit(ask, 1, 4)
+            wait_until(late.done)
+            refused = ask(1, 4)  # no more urgent than who waits and has not run
+            let_in(6)
+            most_urgent = ask(8, 4)
+        finally:
+            slow_down(None)
+        answers = [each.result() for each in begun]
+    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
+    assert [answer.json()["meta_info"]["num_retractions"] for answer in answers] == [1, 1, 1, 0]
+    turned_away = [(reply, "queue is full") for reply in (refused, most_urgent)]
+    turned_away += [(each.result(), "aborted by a higher priority request") for each in (late, urgent)]
+    for reply, reason in turned_away:
+        assert reply.status_code == 503 and reply.headers["retry-after"] and reason in reply.text
     assert server.engine()["open_accounts"] == 0
