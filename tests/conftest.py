@@ -42,8 +42,13 @@ DEMO_TARGET = REPOSITORY / "demo" / "models" / "target"
 START_SECONDS = 300
 OVERLAPPING = REPOSITORY / "tests" / "engine" / "overlapping.py"
 COMPARED = REPOSITORY / "tests" / "engine" / "compared.py"
-THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else os.environ.get("OMP_NUM_THREADS", "2")
 """Of each server: workers that share a machine leave each other a core."""
+
+
+def environment() -> dict[str, str]:
+    """Of a server. Threads that wait for others sleep: one that spins takes the core from whom it waits for."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": THREADS}
 
 
 @contextlib.contextmanager
@@ -219,7 +224,7 @@ def starter(folder: Path, meanwhile: bool = False):
         port = free_port()
         log = folder / f"{len(servers)}.log"
         log.touch()
-        env = {**os.environ, "OMP_NUM_THREADS": THREADS, **(env or {})}
+        env = environment() | (env or {})
         process = start([*command, "--port", str(port)], log, env)
         server = Server(process, f"http://127.0.0.1:{port}", log)
         servers.append(server)  # one whose start is interrupted ends too
@@ -260,9 +265,7 @@ def serve(run, template, model, *flags, env=None, script=None, stock=False) -> S
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
     """What servers are forks of; it ends with the session."""
-    with Template(
-        tmp_path_factory.mktemp("template"), {**os.environ, "OMP_NUM_THREADS": THREADS}
-    ) as template:
+    with Template(tmp_path_factory.mktemp("template"), environment()) as template:
         yield template
 
 

@@ -1,13 +1,12 @@
 """Servers and drafts that several tests of this folder share: a server takes seconds to start."""
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import THREADS
+from conftest import environment
 from forked import Template
 from noisy import draft_flags, noisy_copy
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -99,7 +98,7 @@ def oracle(tiny_model, close_draft, triggers):
 @pytest.fixture(scope="session")
 def nominal_template(tmp_path_factory):
     """What servers on a GPU in name only are forks of."""
-    env = {**os.environ, "OMP_NUM_THREADS": THREADS} | INTERPRETED
+    env = environment() | INTERPRETED
     with Template(tmp_path_factory.mktemp("template"), env, "nominal_gpu") as template:
         yield template
 
