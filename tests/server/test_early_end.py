@@ -63,10 +63,9 @@ def test_what_asks_the_server_itself_waits_until_it_listens():
 def test_an_http_server_that_does_not_start_is_an_error_of_ours(start_server, tiny_model):
     """And not the status of another SGLang, which is uvicorn's for that."""
     told = r"server ended with 1:[\s\S]*fathom serve: error: the HTTP server did not start; its own report is above"
+    flags = ("--dtype", "float32", "--max-total-tokens", "2048", "--tool-server", "nobody:1")
     with pytest.raises(RuntimeError, match=told):
-        start_server(
-            tiny_model, "--dtype", "float32", "--max-total-tokens", "2048", "--tool-server", "nobody:1"
-        )
+        start_server(tiny_model, *flags, script=Path(__file__).parents[1] / "broken_tools.py")
 
 
 def listens(port):
