@@ -76,6 +76,15 @@ def spread(builder, value, lanes):
     return shuffle(builder, one, one, [0] * lanes)
 
 
+def folded(builder, x, combine):
+    """One number from a vector's, always combined in the same order."""
+    while x.type.count > 1:
+        count = x.type.count
+        lower, upper = range(count // 2), range(count // 2, count)
+        x = combine(builder, shuffle(builder, x, x, lower), shuffle(builder, x, x, upper))
+    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+
 def multiply_add(builder, sums, a, b):
     """``sums[i] + a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1]`` of bfloat16 numbers."""
     a, b = builder.bitcast(a, _BFLOATS), builder.bitcast(b, _BFLOATS)

@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fathom.kernels.bfloat16_cpu import pointer_to, shuffle
+from fathom.kernels.bfloat16_cpu import folded, pointer_to
 from fathom.kernels.numba_cpu import LINE_BYTES, LOOPS, as_array, ask_for, call, to_float32
 
 WIDTHS = 64, 32
@@ -102,7 +102,7 @@ def _add_tile(typing_context, sums, row, column, evens, odds, lines, block, firs
         for i, line in enumerate(lines_of_rows):
             for j, column in enumerate(columns):
                 total = pointer(0, float_, line, column)
-                sum_ = _folded(builder, builder.load(tile[i][j]))
+                sum_ = folded(builder, builder.load(tile[i][j]), type(builder).fadd)
                 builder.store(builder.fadd(builder.load(total), sum_), total)
         return context.get_dummy_value()
 
@@ -114,17 +114,6 @@ def _add_tile(typing_context, sums, row, column, evens, odds, lines, block, firs
 def _vector(builder, begin, at, kind):
     """The vector that begins so many elements behind a pointer."""
     return builder.load(builder.bitcast(builder.gep(begin, [at]), ir.PointerType(kind)), align=4)
-
-
-def _folded(builder, x):
-    """The sum of a vector, always in the same order."""
-    width = _LANES
-    while width > 1:
-        width //= 2
-        x = builder.fadd(
-            shuffle(builder, x, x, range(width)), shuffle(builder, x, x, range(width, 2 * width))
-        )
-    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
 
 
 @njit(**LOOPS)

@@ -15,7 +15,15 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from fathom.kernels.bfloat16_cpu import FLOATS, ZEROS, offset, pointer_to, round_sixteen, shuffle, spread
+from fathom.kernels.bfloat16_cpu import (
+    FLOATS,
+    ZEROS,
+    folded,
+    offset,
+    pointer_to,
+    round_sixteen,
+    spread,
+)
 from fathom.kernels.numba_cpu import APPROXIMATE, INNER, call, exp_float32
 
 KEYS_PER_BLOCK = 64
@@ -170,7 +178,7 @@ def _whole_power(typing_context, scores, i, factor):
 
     def codegen(context, builder, signature, args):
         a, b, c, d = _row(context, builder, signature, args, 0, FLOATS)
-        largest = _folded(builder, _larger(builder, _larger(builder, a, b), _larger(builder, c, d)), _larger)
+        largest = folded(builder, _larger(builder, _larger(builder, a, b), _larger(builder, c, d)), _larger)
         return call(builder, "llvm.ceil.f32", ir.FloatType(), builder.fmul(largest, args[2]))
 
     if scores.dtype == types.float32:
@@ -228,11 +236,3 @@ def _constants(value):
 
 def _larger(builder, a, b):
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
-
-
-def _folded(builder, x, combine):
-    """One number from a vector's sixteen, always combined in the same order."""
-    for width in (16, 8, 4, 2):
-        lower, upper = range(width // 2), range(width // 2, width)
-        x = combine(builder, shuffle(builder, x, x, lower), shuffle(builder, x, x, upper))
-    return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))

@@ -9,6 +9,7 @@ matrices, and those of float16, number by number. There weights stay as they are
 multiplied by our own kernel, and all others in float32, a piece of the weight at a time.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from typing import Any
 
@@ -49,9 +50,9 @@ class FewRowsMethod(UnquantizedLinearMethod):
             return few_rows_linear(x, self.lines, self.outputs, bias)
         return self.many_rows(layer, x, bias)
 
+    @abstractmethod
     def many_rows(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The same for any rows."""
-        raise NotImplementedError
 
 
 class PackedLinearMethod(FewRowsMethod):
