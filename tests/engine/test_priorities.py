@@ -8,18 +8,19 @@ import pytest
 from greedy import body_of
 from waiting import wait_until
 
-QUEUED = 3
+KINDS = ((30, 100, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
+"""Prompt, answer and priority of a round's requests. A running request leaves no page of a chunk: who takes it
+out is let in at the next look only."""
+QUEUED = len(KINDS)
+"""All of a round may come before the first of it runs."""
 FLAGS = ("--dtype", "float32", "--page-size", "8", "--max-total-tokens", "2000")
 FLAGS += ("--chunked-prefill-size", "8")
 FLAGS += ("--max-running-requests", "1", "--enable-priority-scheduling", "--enable-mixed-chunk")
 FLAGS += ("--priority-scheduling-preemption-threshold", "1", "--max-queued-requests", str(QUEUED))
 POLICIES = ({}, {"kv_retention_rate": 0.3}, {"depth_cutoff": 2}, {"decode": "slow_fast"})
 ROUNDS = 8
-KINDS = ((30, 200, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
-"""Prompt, answer and priority of a round's requests. A running request leaves no page of a chunk: who takes it
-out is let in at the next look only."""
 PAUSE = 0.04
-"""Seconds between them."""
+"""Seconds between them, once the first is let in."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,11 @@ def test_everybody_is_answered_as_alone(server):
             body = body_of(prompt, POLICIES[number % len(POLICIES)], tokens)
             asked.append(body | {"return_logprob": False, "priority": priority})
         with ThreadPoolExecutor(len(asked)) as pool:
-            delays = [PAUSE * place for place in range(len(asked))]
-            together = list(pool.map(answer, asked, delays))
+            first = pool.submit(answer, asked[0])
+            wait_until(lambda first=first: first.done() or server.engine()["open_accounts"])
+            delays = [PAUSE * place for place in range(1, len(asked))]
+            others = list(pool.map(answer, asked[1:], delays))
+            together = [first.result(), *others]
         taken_out += sum(each["meta_info"]["num_retractions"] for each in together)
         assert [each["output_ids"] for each in together] == [answer(body)["output_ids"] for body in asked]
     assert taken_out >= ROUNDS / 2
@@ -73,22 +77,24 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
 
     slow_down(0.1)
     begun = []
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(QUEUED + 3) as pool:
         try:
-            for priority in (0, 2, 4):
+            for priority in range(0, 2 * QUEUED, 2):
                 let_in(priority)
             late = pool.submit(ask, 0, 4)
             wait_until(lambda: waiting() == QUEUED)
             urgent = pool.submit(ask, 1, 4)
             wait_until(late.done)
             refused = ask(1, 4)  # no more urgent than who waits and has not run
-            let_in(6)
-            most_urgent = ask(8, 4)
+            let_in(2 * QUEUED)
+            most_urgent = ask(2 * QUEUED + 2, 4)
         finally:
             slow_down(None)
         answers = [each.result() for each in begun]
-    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
-    assert [answer.json()["meta_info"]["num_retractions"] for answer in answers] == [1, 1, 1, 0]
+    assert [answer.status_code for answer in answers] == [200] * (QUEUED + 1), [
+        answer.text for answer in answers
+    ]
+    assert [answer.json()["meta_info"]["num_retractions"] for answer in answers] == [1] * QUEUED + [0]
     turned_away = [(reply, "queue is full") for reply in (refused, most_urgent)]
     turned_away += [(each.result(), "aborted by a higher priority request") for each in (late, urgent)]
     for reply, reason in turned_away:
