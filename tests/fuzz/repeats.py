@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from fuzz.clients import Wrong
 from fuzz.reference import Reference
 from fuzz.requests import Request
 from greedy import TOLERANCE
+from oracles.drawing import may_draw
 
 TIE = 1e-3
 """Tokens whose logits or log-probabilities are as close may change places."""
@@ -58,21 +60,22 @@ class Repeats:
         self._seen: dict[str, Answer] = {}
 
     def check(self, asked: Asked, answer: Answer) -> None:
-        """Compare with the answer before, and what was drawn with the oracle's logits."""
+        """Compare with the answer before, and what was drawn with what the oracle's logits draw."""
         request, sampling = asked.request, asked.request.sampling
         before = self._seen.setdefault(asked.key, answer)
         if before is not answer and self._same(asked, answer, before):
             self.counts["repeats compared"] += 1
-        whole = sampling.get("top_k") == -1 and sampling.get("top_p") == 1.0
-        if request.kind == "seeded" and request.logprobs and whole and not asked.unknown:
-            self._drawn(asked, answer)
+        if request.kind == "seeded" and not asked.unknown:
+            self._drawn(asked, answer["output_ids"])
+            if request.logprobs and sampling["top_k"] == -1 and sampling["top_p"] == 1.0:
+                self._logprobs(asked, answer)
 
     def _same(self, asked: Asked, answer: Answer, before: Answer) -> bool:
         """Whether they could be compared; one of them may have been asked for fewer tokens."""
         tokens, others = answer["output_ids"], before["output_ids"]
         at = difference(tokens, others)
         if at is not None:
-            if asked.request.kind == "seeded" and self._rounded(asked, tokens, at):
+            if asked.request.kind == "seeded" and self._rounded(asked, (tokens, others), at):
                 self.counts["not compared: decided by rounding"] += 1
                 return False
             raise Wrong(f"token {at} is another one than when it was asked before", others)
@@ -89,17 +92,36 @@ class Repeats:
     def _reference(self, asked: Asked) -> Reference:
         return self.reference.of(asked.request.adapter)
 
-    def _rounded(self, asked: Asked, tokens: list[int], at: int) -> bool:
-        """Whether rounding may have drawn the other token.
+    def _rounded(self, asked: Asked, answers: Iterable[list[int]], at: int) -> bool:
+        """Whether rounding may have drawn another token at this place.
 
         Where the oracles cannot tell, SFI may have chosen between two entries of one score: of two candidates the
         mixture of least norm (Eq. 18) often makes that so.
         """
         if asked.unknown:
             return bool(asked.policy.get("decode") == "slow_fast")
-        return self._reference(asked).decided_by_rounding(**asked.drawn(tokens[: at + 1]))
+        drawn = [tokens[: at + 1] for tokens in answers]
+        close = all(self._strange(asked, tokens) is None for tokens in drawn)
+        return close or self._reference(asked).decided_by_rounding(**asked.drawn(drawn[0]))
 
-    def _drawn(self, asked: Asked, answer: Answer) -> None:
+    def _drawn(self, asked: Asked, tokens: list[int]) -> None:
+        """Whether the oracle's logits and the seed draw these tokens."""
+        strange = self._strange(asked, tokens)
+        if strange is None:
+            self.counts["draws compared"] += len(tokens)
+            return
+        if not self._reference(asked).decided_by_rounding(**asked.drawn(tokens[: strange + 1])):
+            raise Wrong(f"token {strange} of {len(tokens)} is none that the seed draws")
+        self.counts["not compared: decided by rounding"] += 1
+
+    def _strange(self, asked: Asked, tokens: list[int]) -> int | None:
+        """The place of the first token that the oracle does not draw there."""
+        rows, sampling = self._reference(asked).expected(**asked.drawn(tokens)).logits, asked.request.sampling
+        last = len(asked.request.prompt) - 1
+        drawn = enumerate(zip(rows, tokens, strict=True))
+        return next((i for i, (row, t) in drawn if not may_draw(row, t, last + i, sampling, TIE)), None)
+
+    def _logprobs(self, asked: Asked, answer: Answer) -> None:
         """Log-probabilities of the tokens that were drawn, where no top-k and top-p cut anything off."""
         tokens, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
         if len(entries) != len(tokens):

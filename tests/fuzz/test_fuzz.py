@@ -16,6 +16,7 @@ from fuzz import __main__ as fuzz
 from fuzz import beams, trial, worlds
 from fuzz.clients import Reply, Wrong, joined
 from fuzz.reference import Reference
+from fuzz.repeats import Repeats
 from fuzz.report import Report
 from fuzz.requests import REPEATED, Request
 
@@ -81,6 +82,7 @@ def test_a_small_world(small):
     assert counts["requests"] >= 2 * WAVE + 16 and counts["answers"] >= 20
     assert counts["greedy tokens compared"] > 200 and counts["accounts compared"] > 8
     assert counts["log-probabilities compared"] and counts["repeats compared"] and counts["refusals"]
+    assert counts["draws compared"]
     assert counts["beam searches compared"] >= 2
     ran = {"SPEED", "SpecPrefill", "FastKV's selection", "KV retention", "SFI", "drafting"}
     assert not ran & set(report.idle())
@@ -174,6 +176,16 @@ def test_a_repeat_that_differs_is_found(small):
         reply.answers[0]["output_ids"][0] += 1
         with pytest.raises(Wrong, match="when it was asked before"):
             small.trial.checker.check(reply)
+
+
+def test_a_token_that_the_seed_does_not_draw_is_found(small, monkeypatch):
+    monkeypatch.setattr(small.trial.checker, "repeats", Repeats(small.reference, Counter()))
+    reply = copy.deepcopy(
+        next(each for each in small.replies if each.request.kind == "seeded" and each.answers)
+    )
+    reply.answers[0]["output_ids"][0] += 1
+    with pytest.raises(Wrong, match="none that the seed draws"):
+        small.trial.checker.check(reply)
 
 
 def other_beam(small, request, answer, found):
