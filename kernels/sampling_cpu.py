@@ -18,6 +18,8 @@ BLOCK = 256
 """Probabilities whose sum is taken at once before a draw."""
 NEVER = np.finfo(np.float64).max
 """What -log(0) is taken for."""
+ROUNDED = 1 - 1e-12
+"""Of a bound, so that its own rounding leaves nothing out."""
 
 
 def warm_up() -> None:
@@ -229,8 +231,10 @@ def _draw_seeded_some(thread, threads, weights, seeds, positions, tokens):
         for t in range(weights.shape[1]):
             if not weights[i, t] > 0:
                 continue
-            hashed = _finished(_mixed(state, np.uint32(t)))
-            exponential = max(-np.log(hashed / 0xFFFFFFFF), most_likely) if hashed > 0 else NEVER
+            chance = _finished(_mixed(state, np.uint32(t))) / 0xFFFFFFFF
+            if weights[i, t] < best * (1 - chance) * ROUNDED:  # 1 - u is never more than -log(u)
+                continue
+            exponential = max(-np.log(chance), most_likely) if chance > 0 else NEVER
             if weights[i, t] / exponential > best:
                 best, token = weights[i, t] / exponential, t
         tokens[i] = token
