@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 
 from fathom.runtime import config
 from fathom.runtime.sglang_host.options import EngineOptions
-from fathom.server import decompression, errors, protect
+from fathom.server import decompression, errors, protect, request_ids
 from fathom.server.admission import AdmissionMiddleware, Gate
 from fathom.server.context import Face
 from fathom.server.live import HEADERS, REFRESH_SECONDS, Live
@@ -52,6 +52,7 @@ def configure(
         app.user_middleware.append(decompression.bounded(gate.max_body_bytes))
     app.user_middleware.append(Middleware(PolicyMiddleware, face=face, model_name=model_name))
     errors.install(app)
+    request_ids.install(app)
 
     async def info() -> dict[str, Any]:
         """What this server is, what its scheduler processes say of themselves, and the legal policies."""

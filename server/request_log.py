@@ -1,8 +1,11 @@
 """The log of requests: at the levels that are to be without prompts and answers, without their tokens too."""
 
+import logging
 from typing import Any
 
-from sglang.srt.utils.request_logger import RequestLogger
+from sglang.srt.utils.request_logger import WHITELISTED_HEADERS, RequestLogger
+
+from fathom.server import request_ids
 
 WITHOUT_TEXT = 2
 """From this level on (``--log-requests-level``) SGLang logs prompts and answers."""
@@ -14,6 +17,9 @@ TOLD_BY = frozenset(
 )
 """What an output has, at its top or in ``meta_info``, that says which tokens its prompt and answer are of."""
 
+STAMPED = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+"""SGLang's lines of text."""
+
 
 class FathomRequestLogger(RequestLogger):
     """SGLang's leaves out members of an output at its top only; ``--export-metrics-to-file`` goes by it too."""
@@ -24,6 +30,14 @@ class FathomRequestLogger(RequestLogger):
             of_outputs = {*(of_outputs or ()), *TOLD_BY}
         return longest, of_requests, of_outputs
 
+    def _setup_targets(self) -> list[logging.Logger]:
+        """SGLang's, which puts the time before every line: one of JSON has it inside, and would be none."""
+        targets = super()._setup_targets()
+        form = logging.Formatter("%(message)s") if self.log_requests_format == "json" else STAMPED
+        for handler in (handler for target in targets for handler in target.handlers):
+            handler.setFormatter(form)
+        return targets
+
     def log_finished_request(self, obj: Any, out: Any, request: Any = None) -> None:
         *_, left_out = self.metadata
         if left_out:
@@ -33,7 +47,8 @@ class FathomRequestLogger(RequestLogger):
 
 
 def install() -> None:
-    """Put our class in the place of SGLang's."""
+    """Put our class in the place of SGLang's, and the name of each request into its lines."""
     from sglang.srt.managers import tokenizer_manager
 
     tokenizer_manager.RequestLogger = FathomRequestLogger
+    WHITELISTED_HEADERS.append(request_ids.NAME.decode())

@@ -3,7 +3,7 @@
 from types import CodeType
 from typing import Any
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, SERVER, Seam, reads_attributes, reads_global, relies_on
 
 
 def _reads_within(names: str) -> Any:
@@ -68,6 +68,37 @@ WATCH_SEAMS: tuple[Seam, ...] = (
         "prompts and answers are in no log that is to be without them",
         "",
         reads_attributes("log_requests log_requests_level"),
+    ),
+    relies_on(
+        SERVER,
+        "utils.request_logger:RequestLogger._setup_targets",
+        "override",
+        "a line of JSON begins with no time",
+        "",
+        reads_attributes("create_log_targets log_requests_target"),
+    ),
+    relies_on(
+        SERVER,
+        "utils.request_logger:RequestLogger.configure",
+        "read",
+        "sets the targets up again for another format",
+        "log_requests log_requests_level log_requests_format log_requests_target",
+        reads_attributes("_setup_targets log_requests_format"),
+    ),
+    relies_on(
+        SERVER,
+        "utils.request_logger:WHITELISTED_HEADERS",
+        "register",
+        "X-Request-Id is in the log of requests",
+        check=lambda names: isinstance(names, list),
+    ),
+    relies_on(
+        SERVER,
+        "utils.request_logger:_extract_whitelisted_headers",
+        "read",
+        "as above: looks the list up for each line",
+        "request",
+        reads_global("WHITELISTED_HEADERS"),
     ),
     relies_on(
         SERVER,

@@ -1,6 +1,8 @@
 """Requests that control a running server: what cannot be done is refused with a reason, and the server lives on."""
 
+import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import save_random_model
@@ -119,6 +121,37 @@ def test_neither_prompt_nor_answer_is_in_a_log_that_is_to_be_without_them(server
     assert len(told.json()["meta_info"]["input_token_logprobs"]) == len(tokens)
     assert not shown & {*tokens, *(token for token in told.json()["output_ids"] if token > 999)}
     assert repr(told.json()["text"])[1:-1] not in lines[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_found_in_the_log_by_the_name_that_its_client_knows(server, stream):
+    """Two at once may have the same one. Each line of JSON is one, whichever format was there before."""
+    name, short = f"ours-{stream}", {"model": "any", "max_tokens": 2, "stream": stream}
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    asked = {
+        "/generate": ASK | {"stream": stream},
+        "/v1/completions": short | {"prompt": "the"},
+        "/v1/chat/completions": short | {"messages": [{"role": "user", "content": "the"}]},
+        "/v1/messages": short | {"messages": [{"role": "user", "content": "the"}]},
+        "/v1/responses": {"model": model, "input": "the", "max_output_tokens": 2, "stream": stream},
+        "/api/generate": {"model": model, "prompt": "the", "stream": stream, "options": {"num_predict": 2}},
+    }
+
+    def post(route):
+        return server.client.post(route, json=asked[route], headers={"X-Request-Id": name})
+
+    for form in ("text", "json"):
+        log = {"log_requests": True, "log_requests_level": 0, "log_requests_format": form}
+        server.client.post("/configure_logging", json=log)
+        lines = len(server.log.read_text().splitlines())
+        with ThreadPoolExecutor(2) as pool:
+            replies = list(pool.map(post, [*asked, *asked]))
+        server.client.post("/configure_logging", json={"log_requests": False})
+        assert {(reply.status_code, reply.headers["x-request-id"]) for reply in replies} == {(200, name)}
+        new = [line for line in server.log.read_text().splitlines()[lines:] if name in line]
+        assert len(new) == 4 * len(asked)
+        if form == "json":
+            assert {json.loads(line)["headers"]["x-request-id"] for line in new} == {name}
 
 
 def test_the_prefix_cache_is_emptied_under_vllms_name(server):
