@@ -6,7 +6,7 @@ goes is equal on all devices: the host's plans, the logits, and the tokens drawn
 reads is its own device's business.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -19,6 +19,21 @@ if TYPE_CHECKING:
 def name_of(device: str) -> str:
     """A device as its maker calls it; "CPU" for a machine without one."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
+
+
+def numbers_of(runner: Any) -> dict[str, str | None]:
+    """What a model's numbers are on its devices, for who runs it.
+
+    Args:
+        runner: SGLang's ``ModelRunner``, of a target or a draft.
+
+    Returns:
+        ``dtype`` that it computes in, ``quantization``, SGLang's method of its weights (None for plain ones),
+        and ``kv_dtype`` of keys and values.
+    """
+    config = runner.model_config
+    dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (config.dtype, runner.kv_cache_dtype))
+    return {"dtype": dtype, "quantization": config.quantization, "kv_dtype": kv_dtype}
 
 
 def heads_of(config: "ModelConfig", devices: int) -> tuple[int, int]:

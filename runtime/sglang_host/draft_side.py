@@ -12,7 +12,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 from fathom.runtime.draft.pace import LONGEST_REST, Evidence, Pace, shared_evidence
 from fathom.runtime.kv.lists import SlotLists
-from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host import devices, requests
 from fathom.runtime.sglang_host.draft_attention import Captured
 from fathom.runtime.sglang_host.draft_model import DraftModel, Read
 from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
@@ -264,12 +264,13 @@ class DraftSide:
 
     def report(self) -> dict[str, Any]:
         """For the engine's state (JSON-safe); bytes are those of all devices."""
-        devices, sizes = self.model.runner.ps.tp_size, self.model.pool.get_kv_size_bytes()
+        shared_by, sizes = self.model.runner.ps.tp_size, self.model.pool.get_kv_size_bytes()
         return {
             "model": self.model.runner.model_config.model_path,
+            **devices.numbers_of(self.model.runner),
             "layers": self.model.pool.layer_num,
             "slots": self.model.scratch - self.model.pool.page_size,
-            "kv_bytes": int(sum(sizes)) * devices,
+            "kv_bytes": int(sum(sizes)) * shared_by,
             "requests": len(self.states),
             "step_cost": self.cost,
             "ended_rows": self.model.backend.ended_rows,

@@ -311,6 +311,7 @@ class FathomScheduler(Scheduler):
             "output_streamer": _name(self.output_streamer),
             "platform": _name(current_platform),
             "device": devices.name_of(runner.device),
+            **devices.numbers_of(runner),
             "sglang": sglang.__version__,
             "seams": len(seams.rows("scheduler")),
             "lacking": self._lacking(),

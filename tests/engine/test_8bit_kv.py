@@ -74,6 +74,8 @@ def test_a_number_takes_a_byte(server, answers, expected):
     assert report["kv_bytes"] == 72 * numbers(expected.model)  # pages of 4 tokens
     assert 1 < engine["draft"]["kv_bytes"] / engine["draft"]["slots"] / numbers(expected.draft.model) < 1.5
     assert engine["replayed_steps"]["dense"] > 0
+    told = {"dtype": "float32", "quantization": None, "kv_dtype": "float8_e4m3fn"}
+    assert engine.items() >= told.items() and engine["draft"].items() >= told.items()
 
 
 @pytest.mark.parametrize("name", ["dense", "SFI", "everything"])

@@ -5,6 +5,7 @@ import multiprocessing
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import save_random_model
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -40,3 +41,11 @@ def test_unequal_gpus_have_as_many_compact_buffers_and_pages(tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         asked = [pool.apply_async(told, (rank, tmp_path / "store", sizes)) for rank in range(2)]
         assert [answer.get(60) for answer in asked] == [(min(sizes), 98 << 20)] * 2
+
+
+@pytest.mark.parametrize("method", [None, "awq"])
+def test_what_a_models_numbers_are(method):
+    config = SimpleNamespace(dtype=torch.float16, quantization=method)
+    runner = SimpleNamespace(model_config=config, kv_cache_dtype=torch.float8_e5m2)
+    told = {"dtype": "float16", "quantization": method, "kv_dtype": "float8_e5m2"}
+    assert devices.numbers_of(runner) == told

@@ -84,6 +84,7 @@ def test_the_scheduler_process_tells_what_it_runs(client):
     engine = info["engine"][0]
     assert engine["scheduler"].endswith(".FathomScheduler")
     assert engine["worker"].endswith(".FathomWorker")
+    assert (engine["dtype"], engine["quantization"], engine["kv_dtype"]) == ("float32", None, "float32")
     assert info["policy"]["preset"] == "exact"
     assert info["fields"]["depth_cutoff"]["legal"] == 'an integer in [1, 4] or "full"'
     assert info["schema"]["additionalProperties"] is False
