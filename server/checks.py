@@ -395,6 +395,11 @@ def check_draft(target: str, draft: str, reading: Reading | None = None) -> None
         StartError: when there is none, or saying how the vocabularies differ.
     """
     option, how = "--draft-model-path", reading or Reading()
+    if Path(draft).is_file():
+        raise StartError(
+            f"{option} {draft} is a file: a draft is a folder with a config.json and a tokenizer, or a name on "
+            "Hugging Face, and cannot be of GGUF"
+        )
     check_model(draft, option)
     difference = vocabulary_difference(
         _vocabulary(how.tokenizer_path or target, how.revision, how.trust_remote_code),

@@ -277,6 +277,13 @@ def test_a_draft_model_is_refused_for_what_is_wrong_with_it(draft, message, tmp_
     assert caught.value.code == 2
 
 
+def test_a_draft_that_is_a_file_is_refused_as_one(tmp_path):
+    """Its vocabulary was said to be unreadable, or its config no JSON."""
+    (tmp_path / "draft.gguf").write_bytes(b"GGUF")
+    with pytest.raises(StartError, match=r"draft\.gguf is a file: a draft is a folder .* cannot be of GGUF"):
+        checks.check_draft("anything", str(tmp_path / "draft.gguf"))
+
+
 def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     torchvision_ops.declare()
     target = write_tokenizer(tmp_path / "target", WORDS)
