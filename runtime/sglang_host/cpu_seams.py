@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
 
 # Classes that differ from the first only in how they fill the table of cosines and sines.
 ROTARY_CLASSES = tuple(
@@ -144,6 +144,21 @@ CPU_SEAMS: tuple[Seam, ...] = (
         "replace",
         "strict thinking asks for it where a request has no grammar of its own",
         "logits vocab_mask",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner:adjust_config_with_unaligned_cpu_tp",
+        "replace",
+        "Qwen2's heads are as large as its config says, where nothing is added to them",
+        "model_config load_config tp_size",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner:ModelRunner.load_model",
+        "read",
+        "calls it by its name in the module",
+        "",
+        reads_global("adjust_config_with_unaligned_cpu_tp"),
     ),
     *(row for family in _FAMILIES for row in _layer_seams(*family)),
 )

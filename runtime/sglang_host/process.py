@@ -72,10 +72,11 @@ def install(options: EngineOptions) -> None:
 
         gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
-        from fathom.runtime.sglang_host import cpu_lora, cpu_ops
+        from fathom.runtime.sglang_host import cpu_heads, cpu_lora, cpu_ops
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
+        cpu_heads.install()
         cpu_ops.register()
         cpu_lora.register()
         grammars.mask_without_gpu()

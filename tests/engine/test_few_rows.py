@@ -33,7 +33,7 @@ def run(server, prompts, **options):
     [
         ("Llama", {}),
         ("Llama", {"intermediate_size": 96}),  # gates fill whole blocks of 32 outputs, and not of 64
-        ("Qwen2", {"hidden_size": 128}),  # its heads share the hidden size
+        ("Qwen2", {"num_attention_heads": 6}),  # its heads do not share the hidden size
         ("Qwen3", {}),
     ],
 )
