@@ -10,13 +10,15 @@ whole answers reads it. And the text of a whole answer is what a stream of it sa
 """
 
 import copy
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from typing import Any
 
+from sglang.srt.function_call import kimik3_format
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
-from sglang.srt.function_call.core_types import StreamingParseResult
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.deepseekv3_detector import DeepSeekV3Detector
 from sglang.srt.function_call.deepseekv31_detector import DeepSeekV31Detector
 from sglang.srt.function_call.deepseekv32_detector import DeepSeekV32Detector
@@ -26,6 +28,7 @@ from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
 from sglang.srt.function_call.hermes_detector import HermesDetector
 from sglang.srt.function_call.internlm_detector import InternlmDetector
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
+from sglang.srt.function_call.kimik3_detector import KimiK3Detector
 from sglang.srt.function_call.mimo_detector import MiMoDetector
 from sglang.srt.function_call.minicpm5_detector import MiniCPM5Detector
 from sglang.srt.function_call.minimax_m2 import MinimaxM2Detector
@@ -55,12 +58,14 @@ KIMIS = (
     ),
     "<|tool_call_argument_begin|>",
 )
+KIMI_K3S = kimik3_format.RESPONSE_OPEN, kimik3_format.RESPONSE_CLOSE, kimik3_format.MESSAGE_CLOSE
 HARMONYS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
     *("<|channel|>commentary to=", "<|start|>assistant"),
 )
 _kimis = KimiK2Detector.parse_streaming_increment
 _harmonys = GptOssDetector.parse_streaming_increment
+_kimi_k3s, _finish_kimi_k3 = KimiK3Detector.parse_streaming_increment, KimiK3Detector.finish
 _deepseeks = DeepSeekV32Detector.parse_streaming_increment
 _finish = BaseFormatDetector.finish
 _whole = FunctionCallParser.parse_non_stream
@@ -157,6 +162,41 @@ def message_by_message(self: Any, new_text: str, tools: Any) -> StreamingParseRe
     return result
 
 
+def by_sections(increment: Increment, *more: str) -> Increment:
+    """A parser's function for a further piece, which gets no text behind a section of calls: it would drop that.
+
+    Args:
+        more: marks, besides the section's own, that are no text.
+    """
+
+    def with_text_behind(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
+        opening, closing = re.escape(self.bot_token), re.escape(self.eot_token)
+        text = getattr(self, "half_a_mark", "") + new_text
+        text, self.half_a_mark = split(text, (self.bot_token, self.eot_token, *more))
+        result = StreamingParseResult()
+        for piece in filter(None, re.split(f"(?={opening})|(?<={closing})", text)):
+            if getattr(self, "behind_calls", False) and not piece.startswith(self.bot_token):
+                for mark in more:
+                    piece = piece.replace(mark, "")
+                result.normal_text += piece
+                continue
+            found = increment(self, piece, tools)
+            result.normal_text += found.normal_text or ""
+            result.calls.extend(found.calls)
+            self.behind_calls = piece.endswith(self.eot_token) and self.current_tool_id >= 0
+        return result
+
+    return with_text_behind
+
+
+def finish_kimi_k3(self: Any, tools: Any) -> StreamingParseResult:
+    """SGLang's for Kimi K3, with what ended as a mark begins."""
+    result: StreamingParseResult = _finish_kimi_k3(self, tools)
+    rest = kimik3_format.strip_partial_marker_suffix(getattr(self, "half_a_mark", ""))
+    result.normal_text = (result.normal_text or "") + rest
+    return result
+
+
 def without_blanks(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for DeepSeek V3.2, without the lines' ends between calls."""
     behind = self.current_tool_id >= 0
@@ -247,14 +287,34 @@ def goes_on(self: Any, rest: str) -> bool:
 
 
 def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
-    """SGLang's for an answer that is not streamed, whose text is what a stream says."""
+    """SGLang's for an answer that is not streamed, whose text is what a stream says.
+
+    Where it finds no calls, as in a block without an end, those that are whole in a stream.
+    """
     streamed = copy.copy(self)
     streamed.detector = copy.deepcopy(self.detector)
     text, calls = _whole(self, full_text)
-    if calls:
-        said, _ = streamed.parse_stream_chunk(full_text)
-        text = ((said or "") + streamed.parse_stream_end()[0]).strip()
+    (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
+    if calls := calls or complete([*found, *more], {tool.function.name for tool in self.tools}):
+        text = ((said or "") + rest).strip()
     return text, calls
+
+
+def complete(pieces: Iterable[ToolCallItem], names: Collection[str | None]) -> list[ToolCallItem]:
+    """The calls of a stream that have a name of these and whole arguments; the others have no end."""
+    calls: dict[int, ToolCallItem] = {}
+    for piece in pieces:
+        call = calls.setdefault(piece.tool_index, ToolCallItem(tool_index=piece.tool_index, parameters=""))
+        call.name, call.parameters = piece.name or call.name, call.parameters + piece.parameters
+    return [call for call in calls.values() if call.name in names and is_json(call.parameters)]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 _INCREMENT = "parse_streaming_increment"
@@ -263,7 +323,9 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     *((detector, _INCREMENT, of_json) for detector in OF_JSON),
     (KimiK2Detector, _INCREMENT, whole_marks(_kimis, KIMIS)),
     (GptOssDetector, _INCREMENT, message_by_message),
-    (DeepSeekV32Detector, _INCREMENT, without_blanks),
+    (DeepSeekV32Detector, _INCREMENT, by_sections(without_blanks)),
+    (KimiK3Detector, _INCREMENT, by_sections(_kimi_k3s, *KIMI_K3S)),
+    (KimiK3Detector, "finish", finish_kimi_k3),
     (BaseFormatDetector, "finish", finish),
     (FunctionCallParser, "parse_non_stream", whole),
 )

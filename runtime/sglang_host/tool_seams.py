@@ -93,9 +93,27 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         SERVER,
         "function_call.deepseekv32_detector:DeepSeekV32Detector.parse_streaming_increment",
         "replace",
-        "line ends between calls are no text",
+        "line ends between calls are no text; is given no text behind a section of calls",
         "new_text tools",
-        reads_attributes("current_tool_id"),
+        reads_attributes("current_tool_id bot_token eot_token"),
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"function_call.kimik3_detector:KimiK3Detector.{method}",
+            "replace",
+            why,
+            parameters,
+            reads_attributes("bot_token _buffer _emit_normal_text"),
+        )
+        for method, why, parameters in (
+            (
+                "parse_streaming_increment",
+                "is given no text behind a section of calls, and no mark in two pieces",
+                "new_text tools",
+            ),
+            ("finish", "what ends as a mark begins is text when a stream ends", "tools"),
+        )
     ),
     relies_on(
         SERVER,
