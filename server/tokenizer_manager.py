@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import BackgroundTasks
+from fastapi import BackgroundTasks, HTTPException
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
@@ -411,7 +411,12 @@ def ended(
 
 
 def outcome_of_failure(error: BaseException | None) -> str:
-    """The outcome of a generation that ended in this process: routes answer a ``ValueError`` with status 400."""
+    """The outcome of a generation that ended in this process: routes answer a ``ValueError`` with status 400.
+
+    Where the prompt that n > 1 share was refused or waited too long, its status is theirs.
+    """
+    if isinstance(error, HTTPException):
+        return outcome_of({"type": "abort", "status_code": error.status_code})
     if isinstance(error, ValueError):
         return "refused"
     return "error" if isinstance(error, Exception) else "abort"

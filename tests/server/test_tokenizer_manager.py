@@ -5,6 +5,7 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,7 +230,12 @@ def test_health_checks_and_running_requests_are_not_counted(manager):
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(ValueError("too long"), "refused"), (RuntimeError("no"), "error")]
+    ("error", "outcome"),
+    [
+        (ValueError("too long"), "refused"),
+        (RuntimeError("no"), "error"),
+        *((HTTPException(status), outcome) for status, outcome in ((503, "unavailable"), (400, "refused"))),
+    ],
 )
 def test_a_request_that_never_reached_the_scheduler(manager, error, outcome):
     """What its client did wrong is no error of the server, which an alert would ring for."""
