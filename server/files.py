@@ -65,11 +65,12 @@ class Files:
         """As parsed flags have it."""
         return cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
 
-    def check(self, model: str = "", draft: str | None = None) -> None:
+    def check(self, model: str = "", draft: str | None = None, served: str = "") -> None:
         """See that all of it is there and can be read, or written to.
 
         Args:
             model, draft: folders, files or repositories, whose files some of the options name.
+            served: the model's name.
 
         Raises:
             StartError: naming the option and what is wrong.
@@ -80,7 +81,7 @@ class Files:
             _check_template("--completion-template", self.completion_template, COMPLETION_MEMBERS, (".json",))
         if self.tokenizer_path is not None:
             _check_tokenizer(self.tokenizer_path)
-        _check_adapters(self.lora_paths or ())
+        _check_adapters(self.lora_paths or (), served)
         self._check_certificate()
         if self.init_expert_location is not None:
             _check_experts(self.init_expert_location)
@@ -244,13 +245,30 @@ def _check_experts(given: str) -> None:
             ) from None
 
 
-def _check_adapters(entries: Collection[str]) -> None:
+def adapter_problem(name: str, served: str) -> str:
+    """Why no adapter can have this name, "" where one can.
+
+    Who asks for the served model by its name would get an adapter of that name instead.
+
+    Args:
+        name: that it is to be loaded under; served: the served model's.
+    """
+    if name == served:
+        return f"{name!r} is the served model's name, under which the model alone is asked for"
+    if not name or name != name.strip() or not name.isprintable():
+        return f"an adapter's name must be printable, without blanks at its ends, and not empty, got {name[:40]!r}"
+    return ""
+
+
+def _check_adapters(entries: Collection[str], served: str) -> None:
     """See that adapters of ``--lora-paths`` are there, each with a name of its own."""
     named: set[str] = set()
     for entry in entries:
         name, path = _adapter(entry.strip())
         if name in named:
             raise StartError(f"--lora-paths {entry}: there is an adapter {name!r} before it")
+        if problem := adapter_problem(name, served):
+            raise StartError(f"--lora-paths {entry}: {problem}")
         named.add(name)
         if "://" in path or Path(path).is_file():
             raise StartError(f"--lora-paths {path}: an adapter is a folder, or a repository on Hugging Face")

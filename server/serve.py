@@ -70,7 +70,7 @@ def main(argv: list[str]) -> NoReturn:
     """
     work = command_line.plan(argv)
     checks.check_model(work.model)
-    work.files.check(work.model, work.draft)
+    work.files.check(work.model, work.draft, work.name)
     checks.check_port(work.host, work.port)
     ending.end_when_told()
     depth_pages.choose(work.gpu_depth_pages)

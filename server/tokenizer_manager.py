@@ -28,6 +28,7 @@ from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator, check_logging, check_profile
 from fathom.server.errors import ControlError
+from fathom.server.files import adapter_problem
 from fathom.server.history import Finished
 from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 from fathom.server.routes import GENERATES, OTHER, path_of
@@ -88,8 +89,26 @@ class FathomTokenizerManager(TokenizerManager):
 
     async def load_lora_adapter(self, obj: Any, request: Any = None) -> Any:
         """SGLang's, to its end also where the request is given up that needs the adapter: half way through, the
-        engine would have it and the registry would not, or the other way round, for ever."""
+        engine would have it and the registry would not, or the other way round, for ever.
+
+        Raises:
+            ControlError: for a name that no adapter can have.
+        """
+        self._check_adapter(obj)
         return await asyncio.shield(super().load_lora_adapter(obj, request))
+
+    async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
+        """SGLang's.
+
+        Raises:
+            ControlError: for a name that no adapter can have.
+        """
+        self._check_adapter(obj)
+        return await super().load_lora_adapter_from_tensors(obj, request)
+
+    def _check_adapter(self, obj: Any) -> None:
+        if problem := adapter_problem(obj.lora_name, self.served_model_name):
+            raise ControlError(f"lora_name: {problem}")
 
     async def _resolve_lora_path(self, obj: GenerateReqInput | EmbeddingReqInput) -> None:
         """SGLang's; requests whose adapters have to be loaded wait for each other: each could have those unloaded

@@ -116,6 +116,16 @@ def test_more_adapters_than_places(server, oracles, saved):
     assert "c" not in {model["id"] for model in server.client.get("/v1/models").json()["data"]}
 
 
+def test_names_that_no_adapter_can_have(server, tiny_model, saved):
+    """Requests for the model by its name, or by none, would be answered by the adapter."""
+    for name in (str(tiny_model), "", " c", "c\n"):
+        body = {"lora_name": name, "lora_path": str(saved["c"][0])}
+        reply = server.client.post("/load_lora_adapter", json=body)
+        assert reply.status_code == 400 and "lora_name" in reply.text
+    models = {model["id"] for model in server.client.get("/v1/models").json()["data"]}
+    assert models == {str(tiny_model), "a", "b"}
+
+
 def test_what_ends_early_gives_its_adapter_back(server, saved):
     """Requests that are refused, left or ended keep no adapter from being unloaded."""
     body = body_of(prompt_of("dense"), {}, 200) | {"lora_path": "b", "stream": True}

@@ -79,6 +79,7 @@ SLIPS = [
         "--lora-paths a={}/adapter a={}/adapter",
         "--lora-paths a={}/adapter: there is an adapter 'a' before it",
     ),
+    ("--lora-paths fathom-demo={}/adapter", "'fathom-demo' is the served model's name"),
     ("--lora-paths a=", "--lora-paths a=: an adapter must be given as PATH, NAME=PATH or {"),
     ("--lora-paths ={}/adapter", "an adapter must be given as"),
     ('--lora-paths {"lora_name":"a"}', "an adapter must be given as"),
