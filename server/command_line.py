@@ -14,7 +14,12 @@ from fathom.server.context import Face
 from fathom.server.files import Files
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
-ENGINE_DEFAULTS = {"--served-model-name": None, "--log-level": "warning"}
+ENGINE_DEFAULTS = {
+    "--served-model-name": None,
+    "--log-level": "warning",
+    # SGLang lets those who have a place among the adapters of a batch keep it for ever.
+    "--lora-drain-wait-threshold": "2",
+}
 MODEL_OPTIONS = ("--model-path", "--model", "--demo")
 SGLANGS_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 DRAFT_OPTIONS = ("--draft-model-path", *SGLANGS_DRAFT)
@@ -153,6 +158,7 @@ def _engine_parser() -> Parser:
     result = Parser(prog="fathom serve", add_help=False, allow_abbrev=False)
     result.add_argument(*SGLANGS_DRAFT)
     result.add_argument("--served-model-name")
+    result.add_argument("--lora-drain-wait-threshold")
     checks.add_options(result)
     Files.add_arguments(result)
     return result

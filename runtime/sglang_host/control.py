@@ -27,6 +27,8 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
+from fathom.runtime.sglang_host.adapter_turns import Late
+
 logger = logging.getLogger(__name__)
 
 NOT_GUARDED = (
@@ -36,6 +38,7 @@ NOT_GUARDED = (
     BatchTokenizedEmbeddingReqInput,
     AbortReq,
     ShutdownReq,
+    Late,
 )
 """Requests whose failure leaves generations in an unknown state."""
 

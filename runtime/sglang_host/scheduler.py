@@ -13,7 +13,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_lora, get_serving
+from sglang.utils import TypeBasedDispatcher
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
@@ -31,6 +32,7 @@ from fathom.runtime.sglang_host import (
     split_prefill,
     unsound,
 )
+from fathom.runtime.sglang_host.adapter_turns import Adapter, Late, Turns
 from fathom.runtime.sglang_host.control import GuardedDispatcher
 from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
@@ -87,6 +89,7 @@ class FathomScheduler(Scheduler):
 
     batch_result_processor: SchedulerBatchResultProcessor
     engine_metrics: EngineMetrics | None = None
+    lora_drainer: Turns | None
     _request_dispatcher: Any
     overlapped_steps = 0  # launched before the result of the step before was processed
     _taken: Any = None  # a result that was processed before its turn
@@ -104,12 +107,27 @@ class FathomScheduler(Scheduler):
         super().init_running_status()
         self.session_controller = FathomSessions(self.tree_cache)
 
+    def init_lora_drainer(self) -> None:
+        self.lora_drainer = None
+        if self.enable_lora and (seconds := get_lora().lora_drain_wait_threshold) > 0:
+            manager: Any = self.tp_worker.model_runner.lora_manager
+
+            def pinned(adapter: Adapter) -> bool:
+                return adapter is not None and bool(manager.lora_refs[adapter].pinned)
+
+            self.lora_drainer = Turns(seconds, manager.validate_lora_batch, pinned, lambda: self.chunked_req)
+
+    def _take_turns(self, told: Late) -> None:
+        assert self.lora_drainer is not None
+        self.lora_drainer.late = told.adapters
+
     def init_grammar_manager(self) -> None:
         super().init_grammar_manager()
         grammars.install(self.grammar_manager)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher([(Late, self._take_turns)])
         self._request_dispatcher = GuardedDispatcher(self._request_dispatcher, self)
 
     def init_profiler(self) -> None:
@@ -226,7 +244,9 @@ class FathomScheduler(Scheduler):
 
     def _poll_timeout_aborts(self) -> list[Any]:
         """Asked of one process, whose clock counts; the others get what it says with the requests that came in."""
-        return [*super()._poll_timeout_aborts(), *self.session_controller.over()]
+        turns = self.lora_drainer
+        late = turns.news(self.waiting_queue, self.running_batch.reqs) if turns is not None else []
+        return [*super()._poll_timeout_aborts(), *self.session_controller.over(), *late]
 
     def abort_request(self, recv_req: AbortReq) -> None:
         if not (recv_req.abort_all or recv_req.rid):

@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import os
+import random
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,6 +126,29 @@ def test_names_that_no_adapter_can_have(server, tiny_model, saved):
         assert reply.status_code == 400 and "lora_name" in reply.text
     models = {model["id"] for model in server.client.get("/v1/models").json()["data"]}
     assert models == {str(tiny_model), "a", "b"}
+
+
+def test_who_waits_for_a_place_gets_one(server, saved):
+    """However many ask for the adapters that have them."""
+    body = {"lora_name": "c", "lora_path": str(saved["c"][0])}
+    assert server.client.post("/load_lora_adapter", json=body).status_code == 200
+    done, lengths = threading.Event(), random.Random(0)
+
+    def come(adapter):
+        while not done.is_set():
+            ask(server, "dense", adapter, lengths.randrange(20, 60))
+
+    with ThreadPoolExecutor(10) as pool:
+        others = [pool.submit(come, adapter) for adapter in "abc" for _ in range(3)]
+        time.sleep(0.5)
+        try:
+            wanted = pool.submit(ask, server, "dense", None)
+            assert wanted.result(timeout=60)
+        finally:
+            done.set()
+        for other in others:
+            other.result()
+    assert server.client.post("/unload_lora_adapter", json={"lora_name": "c"}).status_code == 200
 
 
 def test_what_ends_early_gives_its_adapter_back(server, saved):
@@ -296,10 +321,12 @@ def test_on_a_gpu_in_name_only(start_nominal, tiny_model, close_draft, saved, or
 
 
 def test_two_devices(start_server, tiny_model, saved, oracles):
+    """Whose turn it is, one process says for both."""
     paths = ("--lora-paths", *(f"{name}={saved[name][0]}" for name in saved))
     cores = sorted(os.sched_getaffinity(0))
     binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    server = start_server(tiny_model, *SERVED, "--tp-size", "2", *paths, env=binding)
+    turns = ("--max-loras-per-batch", "2", "--lora-drain-wait-threshold", "0.01")
+    server = start_server(tiny_model, *SERVED, "--tp-size", "2", *paths, *turns, env=binding)
     names = ("dense", "SPEED", "FastKV")
     check_together(server, oracles, [(name, adapter) for name in names for adapter in oracles])
     assert server.stop() == 0
