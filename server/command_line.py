@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fathom.runtime.sfi import options as sfi_options
-from fathom.runtime.sglang_host.options import EngineOptions
+from fathom.runtime.sglang_host.options import SHORT_PROMPT_SHARE, EngineOptions
 from fathom.server import admission, checks, config_file, flags, memory_flags
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
@@ -115,6 +115,15 @@ def parser() -> Parser:
         help="time of a decode step of the draft as a share of the model's: where too little is accepted to make "
         "up for it, drafting rests (default: estimated from layers and weights)",
     )
+    work = result.add_argument_group("prompts")
+    work.add_argument(
+        "--short-prompt-share",
+        type=float,
+        default=SHORT_PROMPT_SHARE,
+        metavar="SHARE",
+        help="of each chunk of a long prompt, at most, for short prompts that come meanwhile, which otherwise wait "
+        "for its last one (default: %(default)s; 0: none)",
+    )
     network = result.add_argument_group("network")
     network.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
     network.add_argument("--port", type=int, help=f"port (default: {DEFAULT_PORT})")
@@ -220,6 +229,7 @@ def plan(argv: list[str]) -> Plan:
             shallow_factor=own.shallow_factor,
             sfi=sfi,
             draft_cost=own.draft_cost,
+            short_prompt_share=own.short_prompt_share,
             gpu_prefill=own.gpu_prefill_attention,
         ),
         tsp_layer=own.tsp_layer,
@@ -236,6 +246,8 @@ def _problem(own: argparse.Namespace) -> str:
     """What is wrong with other numbers than those of :mod:`memory_flags`; "" where nothing is."""
     if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
         return f"--draft-cost must be in [0, 1], got {own.draft_cost:g}"
+    if not 0 <= own.short_prompt_share <= 0.9:
+        return f"--short-prompt-share must be in [0, 0.9], got {own.short_prompt_share:g}"
     for flag, value in (("--max-body-mib", own.max_body_mib), ("--max-in-flight", own.max_in_flight)):
         if value < 1:
             return f"{flag} must be at least 1, got {value}"

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from fathom.runtime.sglang_host.beams import rows_to_take
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
+from fathom.runtime.sglang_host.short_prompts import Beside
 
 _alloc_for_extend = allocation.alloc_for_extend
 _alloc_for_decode = allocation.alloc_for_decode
@@ -145,9 +146,13 @@ class DepthPrefillAdder(PrefillAdder):
     SGLang compares tokens with what is left. While a request is judged, what it saves against being kept at
     all depths is added to what is left; when it is charged, the same amount is taken off the charge. Virtual slots
     are another bound, in which nothing is saved.
+
+    Attributes:
+        beside: who may be computed beside a chunk of this process's long prompts.
     """
 
     token_to_kv_pool_allocator: DepthAllocator
+    beside: ClassVar[Beside | None] = None
     _saved = 0
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
@@ -211,10 +216,13 @@ class DepthPrefillAdder(PrefillAdder):
         # A chunk may be as long as what is left holds at this request's depth.
         self._share = max(plan.shared_spans, 1) / plan.spans
         self._states += 0 if plan.propagation is None else prompt_tokens(req)
+        left = self.beside.room(self, req) if self.beside is not None else 0
+        self.rem_chunk_tokens -= left
         try:
             return self._judge(req, len(req.prefix_indices), super().add_chunked_req)
         finally:
             self._share = 1.0
+            self.rem_chunk_tokens += left
 
     def _judge(self, req: Req, end: int, add: Any, *args: Any, **kwargs: Any) -> Any:
         allocator = self.token_to_kv_pool_allocator

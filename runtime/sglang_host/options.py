@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from fathom.runtime.sfi.options import SfiOptions
 
+SHORT_PROMPT_SHARE = 0.5
 PREFILL_ATTENTION = AUTO, GATHERED, TRITON = "auto", "gathered", "triton"
 """On a GPU: by FlashInfer where it takes the layout; the same, from copies where a step has many rows; or by
 Triton."""
@@ -20,6 +21,7 @@ class EngineOptions:
         shallow_factor: tokens that may be held for each one that fits at all depths; None for the default.
         sfi: how requests decode slow and fast.
         draft_cost: time of a draft step as a share of a target step's, or None to estimate it from the models.
+        short_prompt_share: of a chunk of a long prompt, at most, that short ones may have.
         gpu_prefill: what computes the attention of prefill on a GPU, one of ``PREFILL_ATTENTION``.
     """
 
@@ -29,4 +31,5 @@ class EngineOptions:
     shallow_factor: int | None = None
     sfi: SfiOptions = field(default_factory=SfiOptions)
     draft_cost: float | None = None
+    short_prompt_share: float = SHORT_PROMPT_SHARE
     gpu_prefill: str = AUTO

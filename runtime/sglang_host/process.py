@@ -56,7 +56,13 @@ def install(options: EngineOptions) -> None:
     if ours:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import draft_side, flashinfer_prefill, kv_tree, slow_fast
+        from fathom.runtime.sglang_host import (
+            draft_side,
+            flashinfer_prefill,
+            kv_tree,
+            short_prompts,
+            slow_fast,
+        )
         from fathom.runtime.sglang_host.kv_pool import LAYOUT
 
         register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
@@ -65,6 +71,7 @@ def install(options: EngineOptions) -> None:
         LAYOUT.shallow_factor = options.shallow_factor
         slow_fast.SETTINGS.options = options.sfi
         draft_side.OPTIONS.cost = options.draft_cost
+        short_prompts.OPTIONS.share = options.short_prompt_share
         flashinfer_prefill.OPTIONS.prefill = options.gpu_prefill
         registry.default_radix_cache_factory = kv_tree.factory
     if isinstance(current_platform, FathomCudaPlatform):

@@ -38,6 +38,7 @@ from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, sp
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
+from fathom.runtime.sglang_host.kv_schedule import DepthPrefillAdder
 from fathom.runtime.sglang_host.kv_tree import tree_of
 from fathom.runtime.sglang_host.profiles import FathomProfiles
 from fathom.runtime.sglang_host.requests import (
@@ -47,6 +48,7 @@ from fathom.runtime.sglang_host.requests import (
     uses_draft,
 )
 from fathom.runtime.sglang_host.sessions import FathomSessions
+from fathom.runtime.sglang_host.short_prompts import Beside
 from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
@@ -106,6 +108,7 @@ class FathomScheduler(Scheduler):
     def init_running_status(self) -> None:
         super().init_running_status()
         self.session_controller = FathomSessions(self.tree_cache)
+        DepthPrefillAdder.beside = Beside(self)
 
     def init_lora_drainer(self) -> None:
         self.lora_drainer = None

@@ -166,6 +166,7 @@ def draw(seed: int, devices: int | None = None) -> World:
         *adapter_flags,
         *sfi_flags,
         *selector_flags,
+        *("--short-prompt-share", random.Random(f"{seed}/share").choice([0, 0.25, 0.5, 0.9])),
         *(("--sfi-evidence-mib", rng.choice([0.001, 0.02])) if scarce else ()),
     ]
     return World(

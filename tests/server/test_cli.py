@@ -75,6 +75,7 @@ MISTAKES = [
     (["serve", "x", "--decode", "slow"], 2, '--decode must be one of "slow_fast", "full", got "slow"'),
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--shallow-factor", "0"], 2, "--shallow-factor must be at least 1, got 0"),
+    (["serve", "x", "--short-prompt-share", "1"], 2, "--short-prompt-share must be in [0, 0.9], got 1"),
     (["serve", "x", "--draft-cost", "1.5"], 2, "--draft-cost must be in [0, 1], got 1.5"),
     (
         ["serve", "x", "--gpu-prefill-attention", "triton", "--no-gpu-depth-pages"],

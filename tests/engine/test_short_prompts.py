@@ -1,0 +1,117 @@
+"""Short prompts are not kept waiting for the last chunk of a long one."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from greedy import body_of
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import wait_until
+
+from fathom.runtime.sglang_host import short_prompts
+from fathom.runtime.sglang_host.short_prompts import Beside
+
+CHUNK, PAGE, LONG = 64, 8, 1500
+FLAGS = ("--dtype", "float32", "--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK))
+FLAGS += ("--max-total-tokens", "12000", "--tsp-layer", "2", "--propagation-buffer", str(LONG))
+POLICIES = ({}, {"depth_cutoff": 2}, {"tsp_rate": 0.3}, {"kv_retention_rate": 0.3}, {"decode": "slow_fast"})
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model):
+    return start_server(tiny_model, *FLAGS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_short_prompts_are_answered_beside_a_long_one(server, policy):
+    """Also behind another long one. Each answer is what it is without the others."""
+    rng = random.Random(str(policy))
+
+    def asked(length, tokens):
+        return body_of([rng.randrange(6, 2000) for _ in range(length)], policy, tokens) | {
+            "return_logprob": False
+        }
+
+    def ask(body):
+        reply = server.client.post("/generate", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["output_ids"]
+
+    def slow_down(seconds):
+        assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
+
+    def waiting():
+        return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
+
+    long, short = [asked(LONG, 4) for _ in range(2)], [asked(length, 1) for length in (5, 30, 17, 31)]
+    slow_down(0.1)
+    with ThreadPoolExecutor(len(long)) as pool:
+        try:
+            first = pool.submit(ask, long[0])
+            wait_until(lambda: first.done() or server.engine()["open_accounts"])
+            second = pool.submit(ask, long[1])
+            wait_until(lambda: first.done() or waiting())
+            answers = [ask(body) for body in short]
+            assert not first.done()
+        finally:
+            slow_down(None)
+        answers += [first.result(), second.result()]
+    assert server.client.post("/flush_cache").status_code == 200
+    assert answers == [ask(body) for body in (*short, *long)]
+
+
+class Hashed(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def request(prompt, cached, adapter=None):
+    found = Hashed(lora_id=adapter, beam_group=None, full_untruncated_fill_ids=[0] * prompt)
+    found.init_next_round_input = lambda _: setattr(found, "prefix_indices", [0] * min(cached, prompt - 1))
+    return found
+
+
+REQUESTS = st.builds(
+    request, st.integers(1, 200), st.sampled_from([0, 0, 40]), st.sampled_from([None, None, "a"])
+)
+
+
+@given(
+    queue=st.lists(REQUESTS, max_size=40),
+    chunk=st.integers(-3, 160),
+    share=st.sampled_from([0, 0.25, 0.5, 0.9]),
+    rows=st.integers(-1, 8),
+    full=st.booleans(),
+    ordered=st.booleans(),
+)
+def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered):
+    """No more than the share, for whole prompts with a row, whose adapter the batch has; nobody is lost."""
+    scheduler = SimpleNamespace(
+        waiting_queue=list(queue),
+        tree_cache=None,
+        enable_priority_scheduling=ordered,
+        get_num_allocatable_reqs=lambda running, running_batch: rows,
+    )
+    adder = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=[], batch_is_full=full), page_size=PAGE, rem_chunk_tokens=chunk
+    )
+    adder.ceil_paged_tokens = lambda tokens: -(-tokens // PAGE) * PAGE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_prompts.OPTIONS, "share", share)
+        patch.setattr(short_prompts, "is_judged", lambda _: False)
+        room = Beside(scheduler).room(adder, request(500, 0))
+    assert room % PAGE == 0 and 0 <= room <= max(chunk * share, 0)
+    assert set(scheduler.waiting_queue) == set(queue) and len(scheduler.waiting_queue) == len(queue)
+    beside, rest = [], room
+    for each in scheduler.waiting_queue:
+        if rest == 0:
+            break
+        rest -= adder.ceil_paged_tokens(len(each.full_untruncated_fill_ids) - len(each.prefix_indices))
+        beside.append(each)
+    assert rest == 0 and len(beside) <= max(rows - 1, 0) and {each.lora_id for each in beside} <= {None}
+    assert not (room and full)
+    assert [each for each in queue if each not in beside] == scheduler.waiting_queue[len(beside) :]
+    if ordered:
+        assert scheduler.waiting_queue == queue
