@@ -56,8 +56,9 @@ def test_the_operators_cost_stands_for_the_estimate(monkeypatch):
 def test_the_engine_reports_kv_of_all_devices_and_no_scratch_slots():
     virtual, page, devices = 4096, 4, 2
     pool = SimpleNamespace(page_size=page, layer_num=3, get_kv_size_bytes=lambda: (1000, 24))
-    config = SimpleNamespace(model_path="draft")
-    runner = SimpleNamespace(ps=SimpleNamespace(tp_size=devices), model_config=config)
+    config = SimpleNamespace(model_path="draft", dtype=torch.bfloat16, quantization=None)
+    shared = SimpleNamespace(tp_size=devices)
+    runner = SimpleNamespace(ps=shared, model_config=config, kv_cache_dtype=torch.bfloat16)
     model = SimpleNamespace(pool=pool, runner=runner, scratch=virtual + page, placed_lists=7, graphs=None)
     model.backend = SimpleNamespace(ended_rows=3)
     model.step_cost = lambda: 0.4
