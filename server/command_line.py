@@ -119,10 +119,9 @@ def parser() -> Parser:
     work.add_argument(
         "--short-prompt-share",
         type=float,
-        default=SHORT_PROMPT_SHARE,
         metavar="SHARE",
         help="of each chunk of a long prompt, at most, for short prompts that come meanwhile, which otherwise wait "
-        "for its last one (default: %(default)s; 0: none)",
+        f"for its last one (default: {SHORT_PROMPT_SHARE}; 0: none)",
     )
     network = result.add_argument_group("network")
     network.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
@@ -229,7 +228,9 @@ def plan(argv: list[str]) -> Plan:
             shallow_factor=own.shallow_factor,
             sfi=sfi,
             draft_cost=own.draft_cost,
-            short_prompt_share=own.short_prompt_share,
+            short_prompt_share=SHORT_PROMPT_SHARE
+            if own.short_prompt_share is None
+            else own.short_prompt_share,
             gpu_prefill=own.gpu_prefill_attention,
         ),
         tsp_layer=own.tsp_layer,
@@ -246,8 +247,11 @@ def _problem(own: argparse.Namespace) -> str:
     """What is wrong with other numbers than those of :mod:`memory_flags`; "" where nothing is."""
     if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
         return f"--draft-cost must be in [0, 1], got {own.draft_cost:g}"
-    if not 0 <= own.short_prompt_share <= 0.9:
-        return f"--short-prompt-share must be in [0, 0.9], got {own.short_prompt_share:g}"
+    if (share := own.short_prompt_share) is not None:
+        if not 0 <= share <= 0.9:
+            return f"--short-prompt-share must be in [0, 0.9], got {share:g}"
+        if own.gpu_depth_pages is False:
+            return f"--short-prompt-share {share:g} has no effect with --no-gpu-depth-pages"
     for flag, value in (("--max-body-mib", own.max_body_mib), ("--max-in-flight", own.max_in_flight)):
         if value < 1:
             return f"{flag} must be at least 1, got {value}"

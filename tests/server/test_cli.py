@@ -76,6 +76,11 @@ MISTAKES = [
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--shallow-factor", "0"], 2, "--shallow-factor must be at least 1, got 0"),
     (["serve", "x", "--short-prompt-share", "1"], 2, "--short-prompt-share must be in [0, 0.9], got 1"),
+    (
+        ["serve", "x", "--short-prompt-share", "0.2", "--no-gpu-depth-pages"],
+        2,
+        "--short-prompt-share 0.2 has no effect with --no-gpu-depth-pages",
+    ),
     (["serve", "x", "--draft-cost", "1.5"], 2, "--draft-cost must be in [0, 1], got 1.5"),
     (
         ["serve", "x", "--gpu-prefill-attention", "triton", "--no-gpu-depth-pages"],
