@@ -335,8 +335,9 @@ GPU_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.scheduler:Scheduler.run_batch",
         "override",
-        "counts the steps that are launched before the last result is processed",
+        "counts the steps that are launched before the last result is processed; profiles change before it",
         "batch pp_proxy_tensors",
+        lambda f: reads_attributes("_profile_batch_predicate forward_ct")(inspect.unwrap(f)),
     ),
     relies_on(
         SCHEDULER,

@@ -40,7 +40,7 @@ from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
 from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.kv_schedule import DepthPrefillAdder
 from fathom.runtime.sglang_host.kv_tree import tree_of
-from fathom.runtime.sglang_host.profiles import FathomProfiles
+from fathom.runtime.sglang_host.profiles import FathomProfiles, one_by_one
 from fathom.runtime.sglang_host.requests import (
     alternates,
     decides_its_next_step,
@@ -208,9 +208,14 @@ class FathomScheduler(Scheduler):
             return True
         return any(map(alternates, put_out)) and not self.tp_worker.foresees(together)
 
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        for together in one_by_one(recv_reqs):
+            super().process_input_requests(together)
+
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self.enable_overlap and self.result_queue:
             self.overlapped_steps += self.result_queue[-1][1] is not self._taken
+        self.profiler_manager.before_step(batch)
         return super().run_batch(batch, *args, **kwargs)
 
     def is_disable_overlap_for_batch(self, batch: Any, last_batch: Any) -> bool:

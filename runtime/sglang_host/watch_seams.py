@@ -116,19 +116,30 @@ WATCH_SEAMS: tuple[Seam, ...] = (
         "",
         reads_attributes("profiler_manager"),
     ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.process_input_requests",
+        "override",
+        "profiles that are asked for at once end and begin in spans of their own",
+        "recv_reqs",
+    ),
     *(
         relies_on(
             SCHEDULER,
             f"managers.scheduler_components.profiler_manager:SchedulerProfilerManager.{method}",
             "override",
-            "a profile that fails ends no engine",
+            "a profile that fails ends no engine, and none ends within a span of its own",
             parameters,
             reads_attributes(read),
         )
         for method, parameters, read in (
             ("__post_init__", "", "torch_profiler profile_in_progress profile_by_stage"),
             ("_profile", "recv_req", "req_type _init_profile _start_profile _stop_profile"),
-            ("_profile_batch_predicate", "batch", "profile_by_stage _start_profile _stop_profile"),
+            (
+                "_profile_batch_predicate",
+                "batch",
+                "profile_by_stage get_forward_ct _start_profile _stop_profile",
+            ),
         )
     ),
 )

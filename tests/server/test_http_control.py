@@ -1,11 +1,15 @@
 """Requests that control a running server: what cannot be done is refused with a reason, and the server lives on."""
 
+import gzip
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import save_random_model
+from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
+
+from fathom.runtime.sglang_host.profiles import one_by_one
 
 ASK = {"text": "the key of", "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
 NO_WEIGHTS = {"names": [], "dtypes": [], "shapes": []}
@@ -73,8 +77,21 @@ def test_a_profile_by_stage_has_files_of_both(server, tmp_path):
     server.flush()
     assert server.client.post("/start_profile", json={**given, "activities": ["CPU"]}).status_code == 200
     answer(server)
-    stages = {path.name.split(".trace")[0].rsplit("-", 1)[-1] for path in (tmp_path / "new").iterdir()}
-    assert stages == {"EXTEND", "DECODE"}
+    traces = {path.name.split(".trace")[0].rsplit("-", 1)[-1]: path for path in (tmp_path / "new").iterdir()}
+    assert traces.keys() == {"EXTEND", "DECODE"}
+    for stage, trace in traces.items():
+        spans = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e["ph"] == "X"]
+        (step,) = (span for span in spans if span["name"] == "scheduler.run_batch")
+        (forward,) = (span for span in spans if span["name"].startswith(f"step[{stage} "))
+        within = step["ts"] <= forward["ts"] and forward["ts"] + forward["dur"] <= step["ts"] + step["dur"]
+        assert within, "whoever ends a profile within a span has PyTorch write where memory was"
+
+
+def test_profiles_that_are_asked_for_at_once_have_no_span_in_common():
+    ask, other = ProfileReq(req_type=ProfileReqType.STOP_PROFILE), object()
+    assert one_by_one([other, ask, ask]) == [[other], [ask], [ask]]
+    assert one_by_one([other, ask, other]) == [[other, ask, other]]
+    assert one_by_one([]) == [[]]
 
 
 @pytest.mark.parametrize("steps", [None, 1])
