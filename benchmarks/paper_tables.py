@@ -366,11 +366,11 @@ def setups(
     args: argparse.Namespace,
     gpu: bool,
 ) -> list[Setup]:
-    """The engines to measure, the stock one first."""
+    """The engines to measure, the stock one first. They prefill and decode apart, as it is timed."""
     output = max(args.output, args.sfi_output)
     position = max(args.lengths) + output + 64
     flags = ["--model-path", str(paper_shapes.write(size, folder / "target", position, args.dtype))]
-    flags += ["--load-format", "dummy", "--dtype", args.dtype, "--log-level", "error"]
+    flags += f"--load-format dummy --dtype {args.dtype} --log-level error --prefill-decode-interval 0".split()
     ours = list(flags)
     if draft is not None:
         path = paper_shapes.write(draft, folder / "draft", position, args.dtype)

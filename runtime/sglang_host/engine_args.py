@@ -288,6 +288,20 @@ CONTAINER_SHARE = 4
 CPU_KV_CONTEXTS = 16  # requests of full context length
 
 
+DECODE_INTERVAL = "--prefill-decode-interval"
+MIXED_CHUNKS = "--enable-mixed-chunk"
+
+
+def with_decode_interval(argv: list[str]) -> list[str]:
+    """``argv``, where it says nothing of it, with a decode step between two prefills.
+
+    SGLang's default is none: nobody decodes before the last chunk of a long prompt, or the last prompt that waits,
+    is computed. Where chunks are mixed, those who decode are in each.
+    """
+    given = {arg.split("=", 1)[0] for arg in argv}
+    return argv if given & {DECODE_INTERVAL, MIXED_CHUNKS} else [*argv, DECODE_INTERVAL, "1"]
+
+
 def with_cpu_defaults(argv: list[str]) -> list[str]:
     """``argv`` with each CPU default that it does not set itself."""
     given = {arg.split("=", 1)[0] for arg in argv}
@@ -430,6 +444,7 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
     """
     from fathom.runtime.sglang_host import torchvision_ops
 
+    argv = with_decode_interval(argv)
     torchvision_ops.declare()
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.arg_groups.model_override_base import resolved_view

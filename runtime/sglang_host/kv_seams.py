@@ -242,6 +242,14 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler._should_defer_prefill",
+        "override",
+        "after a prefill whoever decodes goes first for some steps, which wait for nobody where nobody does",
+        "",
+        reads_attributes("_prefill_decode_interval_remaining"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.scheduler:Scheduler.get_num_allocatable_reqs",
         "call",
         "how many requests a step may take",

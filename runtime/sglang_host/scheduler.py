@@ -167,7 +167,14 @@ class FathomScheduler(Scheduler):
         if running_batch.is_empty():
             # SGLang would look for room again once somebody leaves it.
             running_batch.batch_is_full = False
+        came = last_batch.reqs if last_batch and last_batch.forward_mode.is_extend() else []
+        known = {*running_batch.reqs, *came} - {self.chunked_req}
+        self._some_decode = any(not (req.finished() or req.is_prefill_only) for req in known)
         return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def _should_defer_prefill(self) -> bool:
+        # A step without a batch would have the host wait for the chunk before it. Ranks of DP attention ask as one.
+        return (self._some_decode or self.require_mlp_sync) and super()._should_defer_prefill()
 
     def _get_new_batch_prefill_raw(self, *args: Any, running_batch: Any, **kwargs: Any) -> Any:
         before = list(running_batch.reqs)

@@ -19,6 +19,22 @@ def test_defaults_give_way_to_what_is_given():
     assert "--sleep-on-idle" in added
 
 
+@pytest.mark.parametrize(
+    ("argv", "interval"),
+    [
+        ([], 1),
+        (["--prefill-decode-interval", "0"], 0),
+        (["--prefill-decode-interval=3"], 3),
+        (["--enable-mixed-chunk"], 0),
+        (["--enable-mixed-chunk", "--prefill-decode-interval", "2"], 2),
+    ],
+)
+def test_somebody_decodes_between_two_prefills(tiny_model, argv, interval):
+    """Unless each chunk has those who decode in it, or the operator says otherwise."""
+    built = engine_args.build(["--model-path", str(tiny_model), *argv])
+    assert (built.prefill_decode_interval or 0) == interval
+
+
 def config(**fields):
     text = SimpleNamespace(
         num_hidden_layers=32,

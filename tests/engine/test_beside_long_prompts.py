@@ -1,5 +1,6 @@
-"""Short prompts are not kept waiting for the last chunk of a long one."""
+"""Nobody waits for the last chunk of a long prompt: neither short prompts, nor those who decode."""
 
+import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -24,42 +25,69 @@ def server(start_server, tiny_model):
     return start_server(tiny_model, *FLAGS)
 
 
+def asked(rng, policy, length, tokens):
+    body = body_of([rng.randrange(6, 2000) for _ in range(length)], policy, tokens)
+    return body | {"return_logprob": False}
+
+
+def ask(server, body):
+    reply = server.client.post("/generate", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["output_ids"]
+
+
+@contextlib.contextmanager
+def slowed_down(server, seconds):
+    """Each step takes so much longer."""
+
+    def slow_down(more):
+        assert server.client.post("/slow_down", json={"forward_sleep_time": more}).status_code == 200
+
+    slow_down(seconds)
+    try:
+        yield
+    finally:
+        slow_down(None)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_short_prompts_are_answered_beside_a_long_one(server, policy):
     """Also behind another long one. Each answer is what it is without the others."""
     rng = random.Random(str(policy))
 
-    def asked(length, tokens):
-        return body_of([rng.randrange(6, 2000) for _ in range(length)], policy, tokens) | {
-            "return_logprob": False
-        }
-
-    def ask(body):
-        reply = server.client.post("/generate", json=body, timeout=60)
-        assert reply.status_code == 200, reply.text
-        return reply.json()["output_ids"]
-
-    def slow_down(seconds):
-        assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
-
     def waiting():
         return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
 
-    long, short = [asked(LONG, 4) for _ in range(2)], [asked(length, 1) for length in (5, 30, 17, 31)]
-    slow_down(0.2)
+    long = [asked(rng, policy, LONG, 4) for _ in range(2)]
+    short = [asked(rng, policy, length, 1) for length in (5, 30, 17, 31)]
     with ThreadPoolExecutor(len(long)) as pool:
-        try:
-            first = pool.submit(ask, long[0])
+        with slowed_down(server, 0.2):
+            first = pool.submit(ask, server, long[0])
             wait_until(lambda: first.done() or server.engine()["open_accounts"])
-            second = pool.submit(ask, long[1])
+            second = pool.submit(ask, server, long[1])
             wait_until(lambda: first.done() or waiting())
-            answers = [ask(body) for body in short]
+            answers = [ask(server, body) for body in short]
             assert not first.done()
-        finally:
-            slow_down(None)
         answers += [first.result(), second.result()]
     server.flush()
-    assert answers == [ask(body) for body in (*short, *long)]
+    assert answers == [ask(server, body) for body in (*short, *long)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_go_on_beside_a_long_prompt(server, policy):
+    """By a token for each chunk, of which there are 24. Each answer is what it is without the others."""
+    rng = random.Random(str(policy))
+    bodies = [asked(rng, policy, length, tokens) for length, tokens in ((9, 10), (40, 12), (LONG, 4))]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        with slowed_down(server, 0.2):
+            begun = [pool.submit(ask, server, body) for body in bodies[:2]]
+            wait_until(lambda: any(a.done() for a in begun) or server.engine()["open_accounts"] == 2)
+            long = pool.submit(ask, server, bodies[2])
+            answers = [answer.result() for answer in begun]
+            assert not long.done()
+        answers.append(long.result())
+    server.flush()
+    assert answers == [ask(server, body) for body in bodies]
 
 
 class Hashed(SimpleNamespace):
