@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang.srt.utils.request_logger import WHITELISTED_HEADERS, RequestLogger
 
+from fathom.runtime.sglang_host import log_lines
 from fathom.server import request_ids
 
 WITHOUT_TEXT = 2
@@ -17,9 +18,6 @@ TOLD_BY = frozenset(
 )
 """What an output has, at its top or in ``meta_info``, that says which tokens its prompt and answer are of."""
 
-STAMPED = logging.Formatter("[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-"""SGLang's lines of text."""
-
 
 class FathomRequestLogger(RequestLogger):
     """SGLang's leaves out members of an output at its top only; ``--export-metrics-to-file`` goes by it too."""
@@ -31,11 +29,9 @@ class FathomRequestLogger(RequestLogger):
         return longest, of_requests, of_outputs
 
     def _setup_targets(self) -> list[logging.Logger]:
-        """SGLang's, which puts the time before every line: one of JSON has it inside, and would be none."""
         targets = super()._setup_targets()
-        form = logging.Formatter("%(message)s") if self.log_requests_format == "json" else STAMPED
-        for handler in (handler for target in targets for handler in target.handlers):
-            handler.setFormatter(form)
+        form = log_lines.BARE if self.log_requests_format == "json" else log_lines.STAMPED
+        log_lines.write_as(form, targets)
         return targets
 
     def log_finished_request(self, obj: Any, out: Any, request: Any = None) -> None:

@@ -26,6 +26,7 @@ from fathom.runtime.sglang_host import (
     devices,
     grammars,
     kv_schedule,
+    log_lines,
     priorities,
     redact,
     seams,
@@ -157,6 +158,8 @@ class FathomScheduler(Scheduler):
         super().init_metrics_reporter(*args)
         if self.metrics_reporter.current_scheduler_metrics_enabled:
             priorities.install(self.metrics_collector)
+        if status := self.metrics_reporter.scheduler_status_logger:
+            log_lines.write_as(log_lines.BARE, status.loggers)
         if self.metrics_reporter.current_scheduler_metrics_enabled and self.ps.attn_tp_rank == 0:
             pool = self.tp_worker.model_runner.token_to_kv_pool
             spans = pool.spans if isinstance(pool, DepthKvPool) else 1

@@ -78,6 +78,22 @@ WATCH_SEAMS: tuple[Seam, ...] = (
         reads_attributes("create_log_targets log_requests_target"),
     ),
     relies_on(
+        SCHEDULER,
+        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter._init_metrics",
+        "read",
+        "as above: creates the log of who runs and who waits",
+        "tp_rank pp_rank dp_rank",
+        reads_attributes("scheduler_status_logger"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "utils.scheduler_status_logger:SchedulerStatusLogger.maybe_dump",
+        "read",
+        "as above: writes to these loggers",
+        "running_batch waiting_queue",
+        reads_attributes("loggers"),
+    ),
+    relies_on(
         SERVER,
         "utils.request_logger:RequestLogger.configure",
         "read",

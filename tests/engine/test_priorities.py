@@ -1,5 +1,6 @@
 """A request that a more urgent one takes out comes back, whatever becomes of the other, and of those behind it."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -17,6 +18,8 @@ FLAGS = ("--dtype", "float32", "--page-size", "8", "--max-total-tokens", "2000")
 FLAGS += ("--chunked-prefill-size", "8")
 FLAGS += ("--max-running-requests", "1", "--enable-priority-scheduling", "--enable-mixed-chunk")
 FLAGS += ("--priority-scheduling-preemption-threshold", "1", "--max-queued-requests", str(QUEUED))
+STATUS = {"SGLANG_LOG_SCHEDULER_STATUS_TARGET": "stdout", "SGLANG_LOG_SCHEDULER_STATUS_INTERVAL": "0"}
+"""Lines on who runs and who waits."""
 POLICIES = ({}, {"kv_retention_rate": 0.3}, {"depth_cutoff": 2}, {"decode": "slow_fast"})
 ROUNDS = 8
 PAUSE = 0.04
@@ -25,7 +28,15 @@ PAUSE = 0.04
 
 @pytest.fixture(scope="module")
 def server(start_server, tiny_model):
-    return start_server(tiny_model, *FLAGS)
+    return start_server(tiny_model, *FLAGS, env=STATUS)
+
+
+def test_a_line_on_who_runs_is_json(server):
+    """At a first decode step, and every 40th."""
+    body = body_of([6, 7, 8], {}, 90) | {"return_logprob": False, "rid": "told"}
+    assert server.client.post("/generate", json=body).status_code == 200
+    lines = [line for line in server.log.read_text().splitlines() if "scheduler.status" in line]
+    assert {"told"} in [set(json.loads(line)["running_rids"]) for line in lines]
 
 
 def test_everybody_is_answered_as_alone(server):
