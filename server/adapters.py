@@ -1,12 +1,14 @@
 """LoRA adapters: which one a request asks for, and when nobody uses one any more."""
 
 import asyncio
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.lora.lora_registry import LoRARegistry
 
 LOOK_AGAIN_SECONDS = 0.02
+OF_TENSORS = "__tensor__"
+"""SGLang's path of an adapter that was loaded from tensors."""
 
 
 def adapter_of(path: Any, model: str, served: str, adapters: Container[str]) -> Any:
@@ -24,6 +26,15 @@ def adapter_of(path: Any, model: str, served: str, adapters: Container[str]) -> 
     if path is not None or model == served:
         return path
     return model.partition(":")[2].strip() or None
+
+
+def of_tensors(adapters: Mapping[str, Any]) -> set[str]:
+    """Which adapters came over HTTP: SGLang would look for a folder, or a repository, that their path names.
+
+    Args:
+        adapters: SGLang's references to all that were ever loaded, by name.
+    """
+    return {name for name, adapter in adapters.items() if adapter.lora_path == OF_TENSORS}
 
 
 class Unloaded(ValueError):

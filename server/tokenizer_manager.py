@@ -23,7 +23,7 @@ from fathom.runtime.sglang_host.control import reason_of
 from fathom.runtime.sglang_host.detokenizer import known_ids
 from fathom.runtime.sglang_host.priorities import FirstValues, PriorityLabels
 from fathom.server import bounds
-from fathom.server.adapters import Adapters, Unloaded, adapter_of, each
+from fathom.server.adapters import Adapters, Unloaded, adapter_of, each, of_tensors
 from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_outputs
 from fathom.server.context import CURRENT, Face, RequestContext, public
 from fathom.server.control import ControlCommunicator, check_logging, check_profile
@@ -118,7 +118,13 @@ class FathomTokenizerManager(TokenizerManager):
             ValueError: for an adapter that was never loaded, or that cannot be loaded again.
         """
         wanted = {name for name in each(obj, "lora_path") if name is not None}
-        if not await self.lora_registry.get_unregistered_loras(wanted):
+        missing = await self.lora_registry.get_unregistered_loras(wanted)
+        if gone := sorted(of_tensors(self.lora_ref_cache).intersection(missing)):
+            raise ValueError(
+                f"the adapters {gone} were loaded from tensors and then unloaded, by somebody or to make room for "
+                "another (--max-loaded-loras): nothing is left of them to be loaded again"
+            )
+        if not missing:
             with contextlib.suppress(Unloaded):
                 await super()._resolve_lora_path(obj)
                 return

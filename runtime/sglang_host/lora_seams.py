@@ -129,6 +129,14 @@ LORA_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "managers.io_struct:LoadLoRAAdapterFromTensorsReqInput.to_ref",
+        "read",
+        "an adapter of tensors, which cannot be loaded again, is known by this path",
+        "",
+        reads_attributes("__tensor__"),
+    ),
+    relies_on(
+        SERVER,
         "managers.tokenizer_control_mixin:TokenizerControlMixin._unload_lora_adapter_locked",
         "read",
         "no new request finds an adapter that waits for its unloading",

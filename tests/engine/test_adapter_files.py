@@ -1,6 +1,8 @@
 """LoRA adapters as PEFT saves them: each form is computed as it says, or refused while it is loaded."""
 
+import base64
 import json
+import pickle
 import shutil
 
 import pytest
@@ -191,6 +193,31 @@ def test_what_cannot_be_served_is_refused_and_harms_nobody(server, model, tmp_pa
         assert answer_of(server)["output_ids"] == before, name
     assert load(server, adapter).status_code == 200
     assert answer_of(server, "x")["output_ids"] != before
+    unload(server)
+
+
+def test_one_that_came_as_tensors_is_asked_for_again(server, model, tmp_path):
+    """Its client has it, the server no longer: SGLang would look for it on Hugging Face."""
+    adapter, _ = save_adapter(tmp_path, model, RANK, ATTENTION, 1)
+    assert load(server, adapter).status_code == 200
+    expected = answer_of(server, "x")["output_ids"]
+    unload(server)
+    assert answer_of(server, "x")["output_ids"] == expected  # its files are there
+    tensors = pickle.dumps(load_file(adapter / "adapter_model.safetensors"))
+    sent = {
+        "lora_name": "sent",
+        "config_dict": json.loads((adapter / "adapter_config.json").read_text()),
+        "serialized_named_tensors": [base64.b64encode(tensors).decode()],
+    }
+    for _ in range(2):
+        reply = server.client.post("/load_lora_adapter_from_tensors", json=sent)
+        assert reply.status_code == 200, reply.text
+        assert answer_of(server, "sent")["output_ids"] == expected
+        unload(server, "sent")
+        for asked in ("sent", ["sent"]):
+            prompts = [PROMPT] if isinstance(asked, list) else PROMPT
+            reply = server.client.post("/generate", json={"input_ids": prompts, "lora_path": asked})
+            assert reply.status_code == 400 and "['sent'] were loaded from tensors" in reply.text
     unload(server)
 
 
