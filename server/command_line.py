@@ -1,12 +1,13 @@
 """The command line of ``fathom serve``, checked as far as that is possible without SGLang."""
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fathom.runtime.sfi import options as sfi_options
-from fathom.runtime.sglang_host.options import SHORT_PROMPT_SHARE, EngineOptions
+from fathom.runtime.sglang_host.options import AUTO, SHORT_PROMPT_SHARE, EngineOptions
 from fathom.server import admission, checks, config_file, flags, memory_flags
 from fathom.server.admission import Gate
 from fathom.server.checks import StartError
@@ -23,6 +24,11 @@ ENGINE_DEFAULTS = {
 MODEL_OPTIONS = ("--model-path", "--model", "--demo")
 SGLANGS_DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 DRAFT_OPTIONS = ("--draft-model-path", *SGLANGS_DRAFT)
+OF_PAGES = (
+    *("depth_span", "shallow_factor", "tsp_layer", "propagation_buffer", "profile"),
+    *("draft_cost", "short_prompt_share", "gpu_prefill_attention"),
+)
+"""Options, besides those of slow-fast decoding, that nothing heeds where KV is not in depth pages."""
 DEMO_NAME = "fathom-demo"
 DEMO_TUNINGS = {"min_prompt_tokens": 256}
 """The demo's documents are short; its draft was trained on their like."""
@@ -51,8 +57,7 @@ class Plan:
         model: model folder, file or repository.
         name: name under which it is served.
         host, port: where to listen.
-        draft: draft model, or None.
-        draft_given: whether the operator named it; the demo's own can be left out.
+        draft: draft model, or None; where the operator named none, the demo's own, which can be left out.
         engine_flags: SGLang's flags, the draft's left out.
         face: policy and limits of the HTTP side.
         gate: how many requests are let in, and how long the last ones may take.
@@ -64,6 +69,7 @@ class Plan:
         reading: where the vocabularies of the model and its draft are read from.
         files: that SGLang's options name.
         gpu_depth_pages: whether depth pages are wanted on a GPU; None for any that takes them.
+        of_pages: options that were given and that nothing but depth pages heeds.
     """
 
     model: str
@@ -71,7 +77,6 @@ class Plan:
     host: str
     port: int
     draft: str | None
-    draft_given: bool
     engine_flags: list[str]
     face: Face
     gate: Gate
@@ -83,6 +88,7 @@ class Plan:
     reading: checks.Reading
     files: Files
     gpu_depth_pages: bool | None = None
+    of_pages: tuple[str, ...] = ()
 
 
 def parser() -> Parser:
@@ -217,7 +223,6 @@ def plan(argv: list[str]) -> Plan:
         host=host,
         port=port,
         draft=draft or (str(checks.demo_model("draft")) if own.demo else None),
-        draft_given=draft is not None,
         engine_flags=[*fixed, *passed_on, *_missing(engine, name), *(DEMO_FLAGS if own.demo else ())],
         face=Face(asked=asked, tunings=flags.tunings_of(own, DEMO_TUNINGS if own.demo else None)),
         gate=Gate(
@@ -240,6 +245,7 @@ def plan(argv: list[str]) -> Plan:
         reading=checks.Reading.given(engine),
         files=Files.given(engine),
         gpu_depth_pages=own.gpu_depth_pages,
+        of_pages=(*(["--draft-model-path"] if draft else []), *_of_pages(own)),
     )
 
 
@@ -247,11 +253,8 @@ def _problem(own: argparse.Namespace) -> str:
     """What is wrong with other numbers than those of :mod:`memory_flags`; "" where nothing is."""
     if own.draft_cost is not None and not 0 <= own.draft_cost <= 1:
         return f"--draft-cost must be in [0, 1], got {own.draft_cost:g}"
-    if (share := own.short_prompt_share) is not None:
-        if not 0 <= share <= 0.9:
-            return f"--short-prompt-share must be in [0, 0.9], got {share:g}"
-        if own.gpu_depth_pages is False:
-            return f"--short-prompt-share {share:g} has no effect with --no-gpu-depth-pages"
+    if (share := own.short_prompt_share) is not None and not 0 <= share <= 0.9:
+        return f"--short-prompt-share must be in [0, 0.9], got {share:g}"
     for flag, value in (("--max-body-mib", own.max_body_mib), ("--max-in-flight", own.max_in_flight)):
         if value < 1:
             return f"{flag} must be at least 1, got {value}"
@@ -260,6 +263,13 @@ def _problem(own: argparse.Namespace) -> str:
     if not 0 < own.client_timeout < float("inf"):
         return f"--client-timeout must be above 0, got {own.client_timeout:g}"
     return ""
+
+
+def _of_pages(own: argparse.Namespace) -> Iterator[str]:
+    """The options that are given and that only depth pages heed, but for the draft and the policy's fields."""
+    for name in (*OF_PAGES, *sfi_options.NAMES):
+        if (value := getattr(own, name)) is not None and (name, value) != ("gpu_prefill_attention", AUTO):
+            yield f"--{name.replace('_', '-')} {value}"
 
 
 def _models(own: argparse.Namespace, positional: str | None = None) -> list[Any]:

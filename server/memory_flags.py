@@ -70,6 +70,4 @@ def problem(own: argparse.Namespace) -> str:
         return f"--propagation-buffer must be at least 0, got {own.propagation_buffer}"
     if own.shallow_factor is not None and own.shallow_factor < 1:
         return f"--shallow-factor must be at least 1, got {own.shallow_factor}"
-    if own.gpu_prefill_attention != AUTO and own.gpu_depth_pages is False:
-        return f"--gpu-prefill-attention {own.gpu_prefill_attention} has no effect with --no-gpu-depth-pages"
     return ""

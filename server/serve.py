@@ -101,6 +101,11 @@ def _load(work: Plan) -> tuple[Plan, Any]:
     torchvision_ops.declare()
     if reason := depth_pages.why_not(work.gpu_depth_pages):
         print(f"Fathom serves every request dense, by SGLang's own path: {reason}", flush=True)
+        if work.of_pages:
+            need = "needs" if len(work.of_pages) == 1 else "need"
+            raise StartError(
+                f"{', '.join(work.of_pages)} {need} KV in depth pages, and there are none: {reason}"
+            )
     work = _with_fitting_draft(work)
     print(f"Fathom is loading {work.name} ...", flush=True)
     if not work.verbose:
@@ -123,13 +128,11 @@ def _with_fitting_draft(work: Plan) -> Plan:
     """The plan; without the demo's draft on a machine whose KV is not in depth pages.
 
     Raises:
-        StartError: for a draft that the operator named and that cannot be had, or does not fit the model.
+        StartError: for a draft that does not fit the model.
     """
     if work.draft is None:
         return work
-    if reason := depth_pages.why_not(work.gpu_depth_pages):
-        if work.draft_given:
-            raise StartError(f"--draft-model-path needs KV in depth pages, and there are none: {reason}")
+    if depth_pages.why_not(work.gpu_depth_pages):
         print("Fathom leaves out the demo's draft model", flush=True)
         return replace(work, draft=None)
     checks.check_draft(work.model, work.draft, work.reading)

@@ -60,6 +60,10 @@ def _numbers() -> list[Field[Any]]:
     return [*fields(SfiConfig), *fields(SelectorConfig)]
 
 
+NAMES = tuple(f"sfi_{name}" for name in (*(item.name for item in _numbers()), *MEMORY_FIELDS))
+"""Of the flags, as a parser's results have them."""
+
+
 def _flag(name: str) -> str:
     return PREFIX + name.replace("_", "-")
 

@@ -328,24 +328,42 @@ SERVE = """
     target, draft = (str(checks.demo_model(name)) for name in ("target", "draft"))
     without = ["--no-gpu-depth-pages", "--port", sys.argv[1]]
     print("code", cli.main(["serve", target, "--draft-model-path", draft, *without]))
+    for words in sys.argv[2:]:
+        assert cli.main(["serve", target, *words.split(), *without]) == 2
 """
 
 
-def test_a_draft_needs_depth_pages():
-    """Without them the demo leaves its own out, and one that was named is refused before anything is loaded."""
+OF_PAGES = (
+    "--depth-span 2",
+    "--depth-span 2, --shallow-factor 1, --tsp-layer 4, --propagation-buffer 0, --profile x, --draft-cost 0.5, "
+    "--short-prompt-share 0.2, --gpu-prefill-attention triton, --sfi-sink 4, --sfi-buffer-mib 8.0",
+)
+
+
+def test_what_needs_depth_pages():
+    """Without them the demo leaves its draft out. What else is of them is refused before loading."""
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SERVE), str(free_port())],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(SERVE),
+            str(free_port()),
+            *(o.replace(",", "") for o in OF_PAGES),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
         env=os.environ | {GPU_DEPTH_PAGES: "0"},
     )
-    left_out, dense, code = ran.stdout.splitlines()
+    left_out, dense, code, *_ = ran.stdout.splitlines()
     assert left_out == "Fathom leaves out the demo's draft model" and code == "code 2", ran.stderr
     assert dense.startswith("Fathom serves every request dense, by SGLang's own path: --no-gpu-depth-pages")
-    assert (
-        "--draft-model-path needs KV in depth pages, and there are none: --no-gpu-depth-pages" in ran.stderr
-    )
+    told = [line for line in ran.stderr.splitlines() if line.startswith("fathom serve: error: ")]
+    why = "KV in depth pages, and there are none: --no-gpu-depth-pages was given"
+    assert told == [
+        f"fathom serve: error: {options} need{'' if ',' in options else 's'} {why}"
+        for options in ("--draft-model-path", *OF_PAGES)
+    ]
 
 
 @pytest.mark.parametrize(

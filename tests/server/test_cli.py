@@ -76,17 +76,7 @@ MISTAKES = [
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),
     (["serve", "x", "--shallow-factor", "0"], 2, "--shallow-factor must be at least 1, got 0"),
     (["serve", "x", "--short-prompt-share", "1"], 2, "--short-prompt-share must be in [0, 0.9], got 1"),
-    (
-        ["serve", "x", "--short-prompt-share", "0.2", "--no-gpu-depth-pages"],
-        2,
-        "--short-prompt-share 0.2 has no effect with --no-gpu-depth-pages",
-    ),
     (["serve", "x", "--draft-cost", "1.5"], 2, "--draft-cost must be in [0, 1], got 1.5"),
-    (
-        ["serve", "x", "--gpu-prefill-attention", "triton", "--no-gpu-depth-pages"],
-        2,
-        "--gpu-prefill-attention triton has no effect with --no-gpu-depth-pages",
-    ),
     (["serve", "x", "--gpu-prefill-attention", "fa3"], 2, "--gpu-prefill-attention: invalid choice: 'fa3'"),
     (["serve", "x", "--tokenizer-worker-num", "2"], 2, "--tokenizer-worker-num 2 is not supported: "),
     (["serve", "x", "--tokenizer-worker-num=2"], 2, "--tokenizer-worker-num 2 is not supported: "),
@@ -296,10 +286,11 @@ def test_a_draft_model_of_the_same_vocabulary_is_taken_by_either_name(tmp_path):
     other = write_tokenizer(tmp_path / "draft", WORDS)
     checks.check_draft(str(target), str(other))
     ours = command_line.plan([str(target), "--draft-model-path", str(other)])
-    assert ours.draft == str(other) and ours.draft_given
+    assert ours.draft == str(other) and ours.of_pages == ("--draft-model-path",)
     for sglangs in SGLANGS_DRAFT:
         for words in ([str(target), sglangs, str(other)], ["--demo", f"{sglangs}={other}"]):
-            assert command_line.plan(words).draft == str(other) and command_line.plan(words).draft_given
+            work = command_line.plan(words)
+            assert work.draft == str(other) and work.of_pages == ("--draft-model-path",)
     with pytest.raises(StartError, match="not both"):
         command_line.plan([str(target), "--draft-model-path", "a", "--speculative-draft-model-path", "b"])
     file = tmp_path / "options.yaml"
@@ -405,7 +396,7 @@ def test_a_key_that_no_request_can_bring():
 
 def test_the_demo_brings_its_draft():
     work = command_line.plan(["--demo"])
-    assert work.draft == str(checks.demo_model("draft")) and not work.draft_given
+    assert work.draft == str(checks.demo_model("draft")) and not work.of_pages
     assert serve._with_fitting_draft(work) is work
 
 
