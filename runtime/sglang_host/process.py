@@ -26,6 +26,7 @@ def install(options: EngineOptions) -> None:
         adapter_files,
         gloo,
         grammars,
+        longrope,
         penalties,
         rope_overrides,
         seeds,
@@ -45,6 +46,7 @@ def install(options: EngineOptions) -> None:
     ours = isinstance(current_platform, DepthPagePlatform)
     gloo.share_device()
     rope_overrides.install()
+    longrope.install()
     seeds.install(ours)
     adapter_files.install()
     penalties.install(ours)

@@ -1,6 +1,6 @@
 """The seams of rotations: tables that are another model's are put right when a model is loaded."""
 
-from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, relies_on
+from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
 
 _WHY = "is put right behind the positions that a model was scaled for"
 
@@ -12,6 +12,23 @@ ROTATION_SEAMS: tuple[Seam, ...] = (
         "takes another table for it: KV in the prefix cache is rotated alike, whatever its batch was",
         "positions query key offsets",
         reads_attributes("long_short_cos_sin_cache original_max_position_embeddings"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.rotary_embedding.rope_variant:Phi3LongRoPEScaledRotaryEmbedding.__init__",
+        "subclass",
+        "ours rotates pairs too: it is told that they are halves",
+        "head_size rotary_dim max_position_embeddings original_max_position_embeddings base is_neox_style dtype "
+        "short_factor long_factor short_mscale long_mscale",
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.rotary_embedding.factory:get_rope",
+        "replace",
+        "makes our class by this name",
+        "head_size rotary_dim max_position base is_neox_style rope_scaling dtype partial_rotary_factor "
+        "dual_chunk_attention_config",
+        reads_global("Phi3LongRoPEScaledRotaryEmbedding"),
     ),
     relies_on(
         SCHEDULER,

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import transformers
+from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
+from transformers.models.glm4 import modeling_glm4
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
 from fathom.runtime.sglang_host import longrope
@@ -44,6 +46,30 @@ def expected(positions):
     tables = Phi3RotaryEmbedding(config)(query, torch.arange(LONGEST)[None])
     query, key = apply_rotary_pos_emb(*given, *tables)
     return torch.stack([query[0, 0], key[0, 0]], 1)[positions]
+
+
+def test_pairs_are_rotated_by_the_same_frequencies(monkeypatch):
+    """As in GLM-4, of whose heads a half is rotated."""
+    monkeypatch.setattr(factory, "Phi3LongRoPEScaledRotaryEmbedding", None)
+    longrope.install()
+    said = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **FACTORS}
+    config = transformers.Glm4Config(
+        hidden_size=4 * DIM,
+        head_dim=2 * DIM,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+        rope_parameters=said | {"original_max_position_embeddings": SHORT},
+    )
+    made = factory.get_rope(
+        2 * DIM, 2 * DIM, LONGEST, 10000.0, False, config.rope_parameters, torch.float32, 0.5
+    )
+    longrope.settle(made, LONGEST)
+    query, key = torch.randn(LONGEST, 2, 2 * DIM), torch.randn(LONGEST, 1, 2 * DIM)
+    got = made(torch.arange(LONGEST), query.flatten(1), key.flatten(1))
+    tables = modeling_glm4.Glm4RotaryEmbedding(config)(query, torch.arange(LONGEST)[None])
+    heads = (x.transpose(0, 1)[None] for x in (query, key))
+    for x, want in zip(got, modeling_glm4.apply_rotary_pos_emb(*heads, *tables), strict=True):
+        torch.testing.assert_close(x, want[0].transpose(0, 1).flatten(1))
 
 
 @pytest.mark.parametrize(
