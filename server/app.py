@@ -156,6 +156,7 @@ def launch(
         request_log,
         responses,
         templates,
+        thoughts,
         tool_arguments,
         tool_blocks,
         tool_calls,
@@ -213,6 +214,7 @@ def launch(
     tool_arguments.install()
     glm_calls.install()
     tool_blocks.install()
+    thoughts.install()
     ollama.install()
     parsers.install()
     detokenize.install()

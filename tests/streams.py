@@ -1,6 +1,7 @@
 """Answers of the chat route, whole and in pieces."""
 
 import json
+from itertools import pairwise
 
 
 def choices_of(server, route, body):
@@ -20,3 +21,11 @@ def logprobs_of(choices):
         (entry["token"], round(entry["logprob"], 3), [other["token"] for other in entry["top_logprobs"]])
         for entry in told
     ]
+
+
+def cut(text):
+    """A text in two pieces, at every place, and in many of the same size."""
+    yield from ([text[:place], text[place:]] for place in range(len(text)))
+    for size in (1, 2, 3, 5, 8):
+        places = [*range(0, len(text), size), len(text)]
+        yield [text[begin:end] for begin, end in pairwise(places)]

@@ -169,6 +169,30 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "parser.reasoning_parser:CohereCommand4Detector.parse_streaming_increment",
+        "replace",
+        "takes all steps of a piece, and is given no mark that the model repeats",
+        "new_text",
+        reads_attributes("_buffer _reasoning_done think_end_token"),
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"parser.reasoning_parser:BaseReasoningFormatDetector.{method}",
+            "replace",
+            "is given no text before thoughts, and no mark in two pieces",
+            parameters,
+            reads_attributes(
+                f"_in_reasoning think_start_token think_start_self_label think_end_token {names}"
+            ),
+        )
+        for method, parameters, names in (
+            ("_detect_and_parse_impl", "text", "previous_content"),
+            ("_parse_streaming_increment_impl", "new_text", "_buffer stripped_think_start"),
+        )
+    ),
+    relies_on(
+        SERVER,
         "function_call.mistral_detector:MistralDetector.parse_streaming_increment",
         "replace",
         "all calls of an array are streamed, a text keeps its brackets, and an end is looked for where one may be",

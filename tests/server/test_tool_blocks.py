@@ -1,9 +1,9 @@
 """Answers with tool calls, in pieces of any size: the text and the calls of the same answer in one piece."""
 
 import json
-from itertools import pairwise
 
 import pytest
+from streams import cut
 
 from fathom.runtime.sglang_host import torchvision_ops
 
@@ -278,14 +278,6 @@ def streamed(parser, pieces, unfinished=False):
     if unfinished and given and not tool_blocks.is_json(given[-1][1]):
         given[-1] = given[-1][0], "null"
     return said.split(), [(name, json.loads(arguments)) for name, arguments in given]
-
-
-def cut(text):
-    """A text in two pieces, at every place, and in many of the same size."""
-    yield from ([text[:place], text[place:]] for place in range(len(text)))
-    for size in (1, 2, 3, 5, 8):
-        places = [*range(0, len(text), size), len(text)]
-        yield [text[begin:end] for begin, end in pairwise(places)]
 
 
 def test_every_parser_has_its_form():
