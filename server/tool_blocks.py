@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang.srt.function_call import kimik3_format
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+from sglang.srt.function_call.cohere_command4_detector import CohereCommand4Detector
 from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
 from sglang.srt.function_call.deepseekv3_detector import DeepSeekV3Detector
 from sglang.srt.function_call.deepseekv31_detector import DeepSeekV31Detector
@@ -49,6 +50,8 @@ BLOCKS: dict[type[BaseFormatDetector], tuple[str, str]] = {
 }
 """Marks before and behind a block of calls that is told as a whole."""
 OF_JSON = Qwen25Detector, HermesDetector
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|$)')
+"""Of JSON, at the end of a text without its end."""
 KIMIS = (
     *(
         "<|tool_calls_section_begin|>",
@@ -67,6 +70,7 @@ _kimis = KimiK2Detector.parse_streaming_increment
 _harmonys = GptOssDetector.parse_streaming_increment
 _kimi_k3s, _finish_kimi_k3 = KimiK3Detector.parse_streaming_increment, KimiK3Detector.finish
 _deepseeks = DeepSeekV32Detector.parse_streaming_increment
+_coheres = CohereCommand4Detector.detect_and_parse
 _finish = BaseFormatDetector.finish
 _whole = FunctionCallParser.parse_non_stream
 
@@ -197,6 +201,22 @@ def finish_kimi_k3(self: Any, tools: Any) -> StreamingParseResult:
     return result
 
 
+def whole_items(self: Any, text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for Cohere's block of calls, of one without an end the calls that are whole."""
+    before, mark, block = text.partition(self.bot_token)
+    if not mark or self.eot_token in block:
+        return _coheres(self, text, tools)
+    decoder, items, rest = json.JSONDecoder(), [], block.lstrip("[ \t\r\n")
+    while rest:
+        try:
+            item, end = decoder.raw_decode(rest)
+        except ValueError:
+            break
+        items.append(item)
+        rest = rest[end:].lstrip(", \t\r\n")
+    return _coheres(self, before + mark + json.dumps(items) + self.eot_token, tools)
+
+
 def without_blanks(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for DeepSeek V3.2, without the lines' ends between calls."""
     behind = self.current_tool_id >= 0
@@ -220,9 +240,17 @@ def of_json(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
             more, text = split(before, [opening])
             said += more
         elif place is Place.CALL:
+            given = len(text)
             found, text, place = json_of(self, text, tools)
             calls += found
             if place is not Place.CALL:
+                continue
+            if (end := end_of_call(self._buffer, closing, given)) >= 0:
+                if self.current_tool_name_sent:
+                    if is_json(self._buffer[len(opening) : end - len(closing)]):
+                        calls.append(ToolCallItem(tool_index=self.current_tool_id, parameters="{}"))
+                    self.current_tool_id, self.current_tool_name_sent = self.current_tool_id + 1, False
+                text, place, self._buffer = self._buffer[end:], Place.TEXT, ""
                 continue
         elif place is Place.UNKNOWN:
             _, mark, behind = text.partition(closing)
@@ -258,6 +286,21 @@ def json_of(self: Any, text: str, tools: Any) -> tuple[list[Any], str, Place]:
             return calls, "", Place.CALL
 
 
+def end_of_call(call: str, closing: str, new: int) -> int:
+    """Where the mark ends that closes a call whose JSON SGLang finds no end of; -1 for nowhere.
+
+    It finds none of malformed JSON, and of a call without arguments.
+
+    Args:
+        new: characters at the end of the call that were not there when it was last looked for.
+    """
+    if closing not in call[-new - len(closing) :]:
+        return -1
+    outside = STRING.sub(lambda string: "_" * len(string[0]), call)
+    found = outside.find(closing)
+    return found + len(closing) if found >= 0 else -1
+
+
 def finish(self: Any, tools: Any) -> StreamingParseResult:
     """What a stream's end shows to be text, as half a mark is; and calls of a block that it closes."""
     result: StreamingParseResult = _finish(self, tools)
@@ -289,13 +332,15 @@ def goes_on(self: Any, rest: str) -> bool:
 def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     """SGLang's for an answer that is not streamed, whose text is what a stream says.
 
-    Where it finds no calls, as in a block without an end, those that are whole in a stream.
+    Where it finds no calls, as in a block without an end, those that are whole in a stream. Of malformed calls some
+    parsers tell all of the answer, or nothing that is behind them.
     """
     streamed = copy.copy(self)
     streamed.detector = copy.deepcopy(self.detector)
     text, calls = _whole(self, full_text)
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
-    if calls := calls or complete([*found, *more], {tool.function.name for tool in self.tools}):
+    calls = calls or complete([*found, *more], {tool.function.name for tool in self.tools})
+    if calls or isinstance(self.detector, (*OF_JSON, CohereCommand4Detector)):
         text = ((said or "") + rest).strip()
     return text, calls
 
@@ -326,6 +371,7 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (DeepSeekV32Detector, _INCREMENT, by_sections(without_blanks)),
     (KimiK3Detector, _INCREMENT, by_sections(_kimi_k3s, *KIMI_K3S)),
     (KimiK3Detector, "finish", finish_kimi_k3),
+    (CohereCommand4Detector, "detect_and_parse", whole_items),
     (BaseFormatDetector, "finish", finish),
     (FunctionCallParser, "parse_non_stream", whole),
 )

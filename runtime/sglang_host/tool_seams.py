@@ -169,6 +169,14 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.cohere_command4_detector:CohereCommand4Detector.detect_and_parse",
+        "replace",
+        "of a block of calls that is cut off those that are whole",
+        "text tools",
+        reads_attributes("bot_token eot_token _normalize_calls"),
+    ),
+    relies_on(
+        SERVER,
         "parser.reasoning_parser:CohereCommand4Detector.parse_streaming_increment",
         "replace",
         "takes all steps of a piece, and is given no mark that the model repeats",

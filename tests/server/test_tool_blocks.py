@@ -313,7 +313,48 @@ def test_a_call_of_a_tool_that_there_is_not_is_left_out(parser):
         assert streamed(parser, pieces) == whole(parser, text) == (["a", "b", "c"], CALLS[1:]), pieces
 
 
-NONE_BEFORE = "apertus2509", "cohere_command4", "gigachat3", "lfm2", "pythonic", "step3"
+@pytest.mark.parametrize("wrong", ['{"a": 1,}', '{"a" 1}', '{"a": 1', "{'a': 1}"])
+@pytest.mark.parametrize("parser", ["qwen25", "hermes", "trinity"])
+def test_a_malformed_call_takes_nothing_with_it(parser, wrong):
+    """Streamed, it has begun: what is of it is told, and has no end."""
+    text = FORMS[parser]("a ", "b ", "c").replace('{"a": "x y", "b": 1}', wrong)
+    assert whole(parser, text) == (["a", "b", "c"], CALLS[1:])
+    for pieces in cut(text):
+        read, said, calls = FunctionCallParser(TOOLS, parser), "", []
+        for more, found in (*map(read.parse_stream_chunk, pieces), read.parse_stream_end()):
+            said, calls = said + (more or ""), calls + found
+        assert said.split() == ["a", "b", "c"], pieces
+        told = tool_blocks.complete(calls, {"fun", "gun"})
+        assert [(call.name, json.loads(call.parameters)) for call in told] == CALLS[1:], pieces
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "hermes", "trinity"])
+def test_a_call_without_arguments_has_none(parser):
+    text = FORMS[parser]("a ", "b ", "c").replace(', "arguments": {"a": "x y", "b": 1}', "")
+    expected = ["a", "b", "c"], [("fun", {}), CALLS[1]]
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == expected, pieces
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "hermes", "cohere_command4"])
+def test_text_around_what_is_no_call_is_told(parser):
+    detector = FunctionCallParser(TOOLS, parser).detector
+    text = f"a {detector.bot_token} no JSON {detector.eot_token} b"
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == (["a", "b"], []), pieces
+
+
+@pytest.mark.parametrize("length", range(0, 60, 4))
+def test_of_coheres_calls_none_is_told_half(length):
+    begin = FORMS["cohere_command4"]("a ", "", "").index("fun")
+    text = FORMS["cohere_command4"]("a ", "", "")[: begin + length]
+    for pieces in cut(text):
+        said, calls = streamed("cohere_command4", pieces)
+        assert (said, calls) == whole("cohere_command4", text) and said == ["a"]
+        assert calls in ([], CALLS[:1])
+
+
+NONE_BEFORE = "apertus2509", "gigachat3", "lfm2", "pythonic", "step3"
 """Formats of one call, or whose calls are one literal or one block, which is read when it has an end."""
 
 
