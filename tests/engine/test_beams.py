@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from noisy import draft_flags
-from waiting import held, wait_until
+from waiting import held, slowed, wait_until
 
 ROWS, WIDTH, TOKENS = 4, 3, 40
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "4000", "--max-running-requests", str(ROWS))
@@ -68,17 +68,21 @@ def test_beside_as_many_as_there_are_rows(server, alone):
 @pytest.mark.parametrize("by", ["a pause", "somebody more urgent"])
 def test_taken_back(server, alone, by):
     """It begins anew and has kept no rows."""
-    assert server.client.post("/slow_down", json={"forward_sleep_time": 0.05}).status_code == 200
-    with ThreadPoolExecutor(1) as pool:
-        search = pool.submit(ask, server, prompt_of(0), SEARCH)
-        wait_until(lambda: server.engine()["kv_pool"]["held"] > len(prompt_of(0)) + 3 * WIDTH)
-        assert server.client.post("/slow_down", json={"forward_sleep_time": None}).status_code == 200
+    with ThreadPoolExecutor(2) as pool:
+        with slowed(server, 0.3):
+            search = pool.submit(ask, server, prompt_of(0), SEARCH)
+            wait_until(lambda: server.engine()["kv_pool"]["held"] > len(prompt_of(0)) + 3 * WIDTH)
+            if by == "a pause":
+                assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+                assert server.engine()["kv_pool"]["held"] == 0
+            else:
+                before, prompts = server.engine()["open_accounts"], [prompt_of(seed) for seed in range(ROWS)]
+                urgent = pool.submit(ask, server, prompts, PLAIN, priority=20)
+                wait_until(lambda: server.engine()["open_accounts"] > before)
         if by == "a pause":
-            assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
-            assert server.engine()["kv_pool"]["held"] == 0
             assert server.client.post("/continue_generation", json={}).status_code == 200
         else:
-            ask(server, [prompt_of(seed) for seed in range(ROWS)], PLAIN, priority=20)
+            urgent.result()
         answer = search.result()
     assert found(answer) == alone
     assert answer["meta_info"]["num_retractions"] == 1

@@ -1,6 +1,5 @@
 """Nobody waits for the last chunk of a long prompt: neither short prompts, nor those who decode."""
 
-import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 from greedy import body_of
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import wait_until
+from waiting import slowed, wait_until
 
 from fathom.runtime.sglang_host import short_prompts
 from fathom.runtime.sglang_host.short_prompts import Beside
@@ -36,20 +35,6 @@ def ask(server, body):
     return reply.json()["output_ids"]
 
 
-@contextlib.contextmanager
-def slowed_down(server, seconds):
-    """Each step takes so much longer."""
-
-    def slow_down(more):
-        assert server.client.post("/slow_down", json={"forward_sleep_time": more}).status_code == 200
-
-    slow_down(seconds)
-    try:
-        yield
-    finally:
-        slow_down(None)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_short_prompts_are_answered_beside_a_long_one(server, policy):
     """Also behind another long one. Each answer is what it is without the others."""
@@ -61,7 +46,7 @@ def test_short_prompts_are_answered_beside_a_long_one(server, policy):
     long = [asked(rng, policy, LONG, 4) for _ in range(2)]
     short = [asked(rng, policy, length, 1) for length in (5, 30, 17, 31)]
     with ThreadPoolExecutor(len(long)) as pool:
-        with slowed_down(server, 0.2):
+        with slowed(server, 0.5):
             first = pool.submit(ask, server, long[0])
             wait_until(lambda: first.done() or server.engine()["open_accounts"])
             second = pool.submit(ask, server, long[1])
@@ -79,7 +64,7 @@ def test_answers_go_on_beside_a_long_prompt(server, policy):
     rng = random.Random(str(policy))
     bodies = [asked(rng, policy, length, tokens) for length, tokens in ((9, 10), (40, 12), (LONG, 4))]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        with slowed_down(server, 0.2):
+        with slowed(server, 0.4):
             begun = [pool.submit(ask, server, body) for body in bodies[:2]]
             wait_until(lambda: any(a.done() for a in begun) or server.engine()["open_accounts"] == 2)
             long = pool.submit(ask, server, bodies[2])

@@ -1,15 +1,14 @@
 """Depth pages in a running engine: what fits at once, what never fits, and that nothing is left behind."""
 
+import contextlib
 import random
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
-from waiting import wait_until
+from waiting import slowed, wait_until
 
 from fathom.runtime.sglang_host.kv_pool import Layout
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
@@ -43,23 +42,21 @@ def idle(server):
     return found
 
 
-def most_at_once(server, prompts, policy):
-    """Answers to all prompts, which arrive together, and the largest number that held pages at one time."""
-    most, done = 0, threading.Event()
+def most_at_once(server, prompts, policy, expected):
+    """Answers to all prompts, which arrive together, and the largest number that held pages at one time.
 
-    def watch():
-        nonlocal most
-        while not done.is_set():
+    Args:
+        expected: the number until which steps are slow, so that it is seen.
+    """
+    most = 0
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as slow:
+        slow.enter_context(slowed(server, 0.1))
+        answers = pool.submit(generate, server, prompts, policy)
+        while not answers.done():
             most = max(most, pages(server)["open_rows"])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        answers = generate(server, prompts, policy).json()
-    finally:
-        done.set()
-        watcher.join()
-    return answers, most
+            if most == expected:
+                slow.close()
+    return answers.result().json(), most
 
 
 @pytest.mark.parametrize(("policy", "fit"), [(None, 4), ({"depth_cutoff": 3}, 5), ({"depth_cutoff": 2}, 7)])
@@ -69,7 +66,7 @@ def test_shallow_requests_fit_in_larger_numbers(roomy_server, policy, fit):
     At half of the layers floor(M / 0.5) = 8 would need room for no generated token at all: 7 fit.
     """
     roomy_server.flush()
-    answers, most = most_at_once(roomy_server, random_prompts(fit + 1, LONG, seed=fit), policy)
+    answers, most = most_at_once(roomy_server, random_prompts(fit + 1, LONG, seed=fit), policy, fit)
     assert most == fit
     for answer in answers:
         meta = answer["meta_info"]
@@ -96,13 +93,7 @@ def kv_series(server):
 def test_metrics_have_what_each_span_holds(roomy_server):
     """Of a prompt at half of the layers, the spans above hold two tokens; once it has ended, none holds any."""
     roomy_server.flush()
-    tokens, seen = 400, set()
-    (prompt,) = random_prompts(1, LONG, seed=5)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(generate, roomy_server, prompt, {"depth_cutoff": 2}, tokens)
-        while not answer.done():
-            seen.add(kv_series(roomy_server))
-            time.sleep(0.02)
+    tokens = 400
     size = pages(roomy_server)["page_bytes"]
     total = pages(roomy_server)["total"]
     running = set()
@@ -110,7 +101,10 @@ def test_metrics_have_what_each_span_holds(roomy_server):
         low, high = -(-(LONG + generated) // PAGE), -(-(2 + generated) // PAGE)
         held = (low, low, high, high)
         running.add((held, (0,) * LAYERS, total, sum(held) * size, LAYERS * low * size))
-    assert seen & running, seen
+    (prompt,) = random_prompts(1, LONG, seed=5)
+    with ThreadPoolExecutor(1) as pool, slowed(roomy_server, 0.05):
+        answer = pool.submit(generate, roomy_server, prompt, {"depth_cutoff": 2}, tokens)
+        wait_until(lambda: kv_series(roomy_server) in running, show=lambda: kv_series(roomy_server))
     assert answer.result().json()["meta_info"]["fathom"]["kv_bytes"] in {item[3] for item in running}
 
     at_rest = idle(roomy_server)
@@ -193,7 +187,7 @@ def test_a_storm_of_mixed_depths_leaves_nothing_behind(pressed_server):
 
 def test_no_more_shallow_requests_are_let_in_than_dense_ones(narrow_server):
     """At half of the layers seven would fit in the same memory."""
-    answers, most = most_at_once(narrow_server, random_prompts(7, LONG, seed=1), {"depth_cutoff": 2})
+    answers, most = most_at_once(narrow_server, random_prompts(7, LONG, seed=1), {"depth_cutoff": 2}, 4)
     assert most == 4
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [ANSWER] * 7
     idle(narrow_server)

@@ -9,7 +9,7 @@ import pytest
 from greedy import body_of
 from noisy import draft_flags
 from streams import choices_of, logprobs_of
-from waiting import wait_until
+from waiting import one_of_three, slowed, wait_until
 
 POOL, CONTEXT, LONGEST_ANSWER, INTERVAL = 600, 1600, 150, 8
 FLAGS = ("--dtype", "float32", "--max-total-tokens", str(POOL), "--allow-auto-truncate")
@@ -37,11 +37,6 @@ POLICIES = (
 def server(start_server, tiny_model, close_draft):
     env = {"SGLANG_MAX_NEW_TOKENS_LIMIT": str(LONGEST_ANSWER)}
     return start_server(tiny_model, *FLAGS, *draft_flags(close_draft), env=env)
-
-
-def slow_down(server, seconds):
-    """Let every step take so much longer; None: as fast as they are."""
-    assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
 
 
 def prompt_of(length, seed=0):
@@ -103,14 +98,13 @@ def test_a_full_queue_refuses_nobody_who_was_let_in(server):
     def rows():
         return server.engine()["kv_pool"]["depth_pages"]["open_rows"]
 
-    slow_down(server, 0.06)
     with ThreadPoolExecutor(4) as pool:
         running = []
-        for number, policy in enumerate(policies):
-            running.append(pool.submit(ask, server, prompt_of(20, number), policy, 100))
-            wait_until(lambda number=number: rows() == number + 1)
-        assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
-        slow_down(server, None)
+        with slowed(server, 0.15):
+            for number, policy in enumerate(policies):
+                running.append(pool.submit(ask, server, prompt_of(20, number), policy, 100))
+                wait_until(lambda number=number: rows() == number + 1)
+            assert server.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
         assert server.client.post("/continue_generation", json={}).status_code == 200
         answers = [each.result() for each in running]
     assert [answer["finish_reason"]["type"] for answer in answers] == ["length"] * 4
@@ -121,10 +115,8 @@ def test_a_full_queue_refuses_nobody_who_was_let_in(server):
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_full_queue_is_told_on_every_route(server, route):
     """Clients try again after status 503, and not after 400."""
-    slow_down(server, 0.25)  # longer than they need to come
-    with ThreadPoolExecutor(12) as pool:
+    with slowed(server, 0.25), ThreadPoolExecutor(12) as pool:  # longer than they need to come
         late = list(pool.map(lambda _: server.client.post(route, json=ROUTES[route]), range(12)))
-    slow_down(server, None)
     assert {reply.status_code for reply in late} == {200, 503}
     for reply in late:
         if reply.status_code == 503:
@@ -141,18 +133,17 @@ def test_each_token_of_an_event_has_its_own_alternatives(server):
     assert max(len(piece["logprobs"]["content"]) for piece in pieces if piece["logprobs"]) > 1
 
 
+@one_of_three
 def test_a_stream_never_waits_for_more_than_its_interval(server):
     """Also where steps put out several tokens and jump over the multiples. They are so slow that no two events meet
     in the HTTP process."""
     body = body_of(prompt_of(40), {"speculative": True}, 100) | {"return_logprob": False, "stream": True}
     seen = []
-    slow_down(server, 0.25)
-    with server.client.stream("POST", "/generate", json=body) as stream:
+    with slowed(server, 0.25), server.client.stream("POST", "/generate", json=body) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 told = json.loads(line[6:])["meta_info"]
                 seen.append(told["completion_tokens"])
-    slow_down(server, None)
     steps, burst = [b - a for a, b in pairwise(seen)], told["fathom"]["longest_burst"]
     assert seen[-1] == 100 and burst > 1 and len(seen) > 6
     assert all(step >= INTERVAL for step in steps[:-1])

@@ -23,7 +23,7 @@ from greedy import TOLERANCE, TOP
 from noisy import draft_flags
 from oracles import combined, drafted, sfi
 from transformers import LlamaForCausalLM
-from waiting import wait_until
+from waiting import slowed, wait_until
 
 from fathom.server import cli
 
@@ -186,9 +186,10 @@ def test_a_prompt_ends_in_several_chunks_beside_slow_and_fast_decoding(chunked, 
     cases = [(make_prompt(n, 300), c) for n, c in enumerate(COMBINATIONS) if "SpecPrefill" in c][:4]
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(tokens_of, chunked, *case) for case in decoding]
-        wait_until(lambda: chunked.engine()["slow_fast"]["buffers_in_use"] == 2)
-        told = [tokens_of(chunked, prompt, policy_of(combination)) for prompt, combination in cases]
-        assert not any(answer.done() for answer in answers)
+        with slowed(chunked, 0.03):
+            wait_until(lambda: chunked.engine()["slow_fast"]["buffers_in_use"] == 2)
+            told = [tokens_of(chunked, prompt, policy_of(combination)) for prompt, combination in cases]
+            assert not any(answer.done() for answer in answers)
         assert [answer.result() for answer in answers] == alone
     assert told == [expected(*case).tokens for case in cases]
     settle(chunked)
@@ -327,7 +328,7 @@ def check_one_in_chunks_at_a_time(server):
     alone = [
         answer["output_ids"] for which in range(len(prompts)) for answer in ask_for(slice(which, which + 1))
     ]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, slowed(server, 0.02):
         running = pool.submit(tokens_of, server, make_prompt(30, 20), {}, 1200)
         wait_until(lambda: server.engine()["open_accounts"] == 1)
         together = [answer["output_ids"] for answer in ask_for(slice(None))]

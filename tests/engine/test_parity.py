@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from waiting import held, wait_until
+from waiting import held, slowed, wait_until
 
 NEW_TOKENS = 6
 TOLERANCE = 1e-3
@@ -218,12 +218,13 @@ def test_log_probabilities_of_ids_beside_requests_that_name_none(server, tiny_mo
     asked = body | {"return_logprob": True, "token_ids_logprob": ids, "logprob_start_len": 0}
     other = body | {"return_logprob": True, "top_logprobs_num": 2}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        running = pool.submit(server.client.post, "/generate", json=plain)
-        wait_until(lambda: held(server) > 1)
-        answers = list(
-            pool.map(lambda body: server.client.post("/generate", json=body).json(), (asked, other))
-        )
-        assert not running.done()
+        with slowed(server, 0.02):
+            running = pool.submit(server.client.post, "/generate", json=plain)
+            wait_until(lambda: held(server) > 1)
+            answers = list(
+                pool.map(lambda body: server.client.post("/generate", json=body).json(), (asked, other))
+            )
+            assert not running.done()
         assert running.result().json()["output_ids"][:20] == answers[0]["output_ids"]
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from greedy import body_of
-from waiting import wait_until
+from waiting import slowed, wait_until
 
 KINDS = ((30, 100, 0), (60, 5, 2), (20, 30, 1), (7, 5, 3))
 """Prompt, answer and priority of a round's requests. A running request leaves no page of a chunk: who takes it
@@ -70,15 +70,12 @@ def test_everybody_is_answered_as_alone(server):
 def test_a_full_queue_ends_nobody_who_has_run(server):
     """Who has not makes room for the next that is more urgent; where all have, even the most urgent is refused."""
 
-    def slow_down(seconds):
-        assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
-
     def ask(priority, tokens):
         body = body_of([6 + priority, 7, 8], {}, tokens) | {"return_logprob": False}
         return server.client.post("/generate", json=body | {"priority": priority}, timeout=60)
 
     def let_in(priority):
-        begun.append(pool.submit(ask, priority, 40))
+        begun.append(pool.submit(ask, priority, 150))
         wait_until(
             lambda: server.engine()["open_accounts"] == len(begun) or any(each.done() for each in begun)
         )
@@ -86,10 +83,9 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
     def waiting():
         return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
 
-    slow_down(0.1)
     begun = []
     with ThreadPoolExecutor(QUEUED + 3) as pool:
-        try:
+        with slowed(server, 0.1):
             for priority in range(0, 2 * QUEUED, 2):
                 let_in(priority)
             late = pool.submit(ask, 0, 4)
@@ -99,8 +95,6 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
             refused = ask(1, 4)  # no more urgent than who waits and has not run
             let_in(2 * QUEUED)
             most_urgent = ask(2 * QUEUED + 2, 4)
-        finally:
-            slow_down(None)
         answers = [each.result() for each in begun]
     assert [answer.status_code for answer in answers] == [200] * (QUEUED + 1), [
         answer.text for answer in answers
