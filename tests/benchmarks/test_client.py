@@ -8,6 +8,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from waiting import one_of_three
 
 from fathom.benchmarks import client
 from fathom.benchmarks.client import BenchError
@@ -18,6 +19,9 @@ FIRST, EACH, USAGE = 0.30, 0.05, 0.40
 
 TOLERANCE = 0.15
 """Seconds that an event may take from the server's clock to the client's on a busy machine."""
+
+together = [0, 0]
+"""Requests that are being answered now, and the most that were."""
 
 sent: list[float] = []
 """When each token of the last single request left the server, with the request's arrival before them."""
@@ -31,7 +35,9 @@ async def tokens(body):
     """The stream that was asked for; `say` in the request changes how it goes wrong."""
     say, count = body.get("say"), body["max_tokens"]
     sent[:] = [time.perf_counter()]
+    together[:] = together[0] + 1, max(together[0] + 1, together[1])
     await asyncio.sleep(FIRST)
+    together[0] -= 1
     for i in range(count):
         if i:
             await asyncio.sleep(EACH)
@@ -69,6 +75,7 @@ def ask(url, prompts, extra=None, limit=10.0, output=5):
     return asyncio.run(go())
 
 
+@one_of_three
 def test_times_are_the_servers_delays(url):
     ask(url, [[1]])  # the first request pays for imports and the connection
     (reply,) = ask(url, [[5, 6, 7]])
@@ -83,9 +90,10 @@ def test_times_are_the_servers_delays(url):
 
 
 def test_a_batch_runs_at_once(url):
+    together[:] = 0, 0
     replies = ask(url, [[1], [2, 3], [4, 5, 6]])
     assert [reply.prompt_tokens for reply in replies] == [1, 2, 3]
-    assert max(reply.latency for reply in replies) < 2 * FIRST + 4 * EACH
+    assert together == [0, 3]
 
 
 def test_the_request_is_greedy_and_carries_the_extra_members():

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_until
 
 from fathom.benchmarks import usage
 
@@ -46,14 +47,18 @@ def test_the_tree_includes_children_and_their_memory():
 
 
 def test_the_sampler_keeps_a_peak_that_has_passed():
-    passing = (
-        f"print(flush=True); input(); x = bytearray(b'1') * ({CHILD_MIB} << 20)\nimport time; time.sleep(0.6)"
-    )
-    passing += "\ndel x; print(flush=True); input()"
+    passing = f"print(flush=True); input(); x = bytearray(b'1') * ({CHILD_MIB} << 20)"
+    passing += "\ninput(); del x; print(flush=True); input()"
     with running(passing) as process:
-        with usage.Sampler(process.pid, interval=0.05) as sampler:
+
+        def go_on():
             process.stdin.write(b"\n")
             process.stdin.flush()
+
+        with usage.Sampler(process.pid, interval=0.05) as sampler:
+            go_on()
+            wait_until(lambda: sampler.usage.rss_peak > CHILD_MIB * MIB)
+            go_on()
             process.stdout.readline()
         assert usage.rss(usage.tree(process.pid)) < CHILD_MIB * MIB
         assert CHILD_MIB * MIB < sampler.usage.rss_peak < (CHILD_MIB + 64) * MIB
@@ -76,8 +81,10 @@ def test_the_load_of_others_is_seen_and_our_own_is_not():
             while time.process_time() < end:
                 pass
         own = sampler.usage.foreign_cpu
-        code = "print(flush=True)\nimport time; end = time.time() + 1\nwhile time.time() < end: pass\ninput()"
-        with running(code), usage.Sampler(idle.pid) as sampler:
-            time.sleep(1)
+        spin = (
+            "import time; print(flush=True)\nwhile time.process_time() < 1: pass\nprint(flush=True); input()"
+        )
+        with running(spin) as other, usage.Sampler(idle.pid) as sampler:
+            other.stdout.readline()
     assert 0 <= own <= 1
     assert sampler.usage.foreign_cpu > 0.1

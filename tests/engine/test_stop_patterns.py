@@ -44,9 +44,9 @@ class Request(Req):
 
 def test_a_pattern_without_an_end_ends_its_request():
     request = Request([FOR_EVER] * 32, "the key of " * 20)
-    begun = time.monotonic()
+    begun = time.process_time()
     assert request._check_str_based_finish()
-    assert time.monotonic() - begun < 20 * stop_patterns.LIMIT_SECONDS
+    assert time.process_time() - begun < 20 * stop_patterns.LIMIT_SECONDS
     reason = request.finished_reason.to_json()
     assert (reason["type"], reason["status_code"]) == ("abort", 400)
     assert "stop_regex was not decided within 0.1 s" in reason["message"]

@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize, OpenAIServingTokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from waiting import one_of_three
 
 from fathom.runtime.config import Policy
 from fathom.server import aside
@@ -174,6 +175,7 @@ def test_what_waits_is_not_taken_for_finished():
 
 
 @pytest.mark.alone
+@one_of_three
 def test_a_probe_is_answered_while_two_megabytes_become_a_prompt(server):
     def ask():
         text = "What is the key of Lena? " * 80_000

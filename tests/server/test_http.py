@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from waiting import wait_until
+from waiting import one_of_three, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/generate"
@@ -431,6 +431,7 @@ def timed_stream(client, ask):
 
 
 @pytest.mark.alone
+@one_of_three
 def test_streaming_times_agree_with_the_clients_clock(client, body):
     before = metrics(client)
     runs = [timed_stream(client, body(GENERATE, tokens=30, text=long_prompt(n))) for n in range(3)]
@@ -451,6 +452,7 @@ TIMES = ("time_to_first_token", "time_per_output_token", "request_latency")
 
 
 @pytest.mark.alone
+@one_of_three
 def test_times_without_streaming_are_those_of_the_engine(client, body):
     """The HTTP process sees such outputs in groups of fifty: its own clock would put them all at the end."""
     streamed = [timed_stream(client, body(GENERATE, tokens=45, text=long_prompt(n))) for n in range(10, 12)]
@@ -487,6 +489,7 @@ def test_an_aborted_request_is_counted_and_not_timed(client, body, stream):
 
 
 @pytest.mark.alone
+@one_of_three
 def test_tokens_are_sent_as_they_are_made(client, body):
     """They must arrive spread over the time that decoding took: nothing on the way gathers the stream."""
     before = metrics(client)
