@@ -332,7 +332,27 @@ def tiny_model(tmp_path_factory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("tiny"))
 
 
+def renewed(start):
+    """A function: the server that was started last, or another where that has ended."""
+    last = []
+
+    def server() -> Server:
+        if not last or last[0].process.poll() is not None:
+            last[:] = [start()]
+        return last[0]
+
+    return server
+
+
 @pytest.fixture(scope="session")
-def server(share_server, tiny_model) -> Server:
-    """The tiny model in float32 behind `fathom serve`, shared by the tests that need no server of their own."""
-    return share_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000")
+def tiny_server(share_server, tiny_model):
+    return renewed(lambda: share_server(tiny_model, "--dtype", "float32", "--max-total-tokens", "40000"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_server) -> Server:
+    """The tiny model in float32 behind `fathom serve`, shared by the tests that need no server of their own.
+
+    One that a file of tests has ended takes no other file along.
+    """
+    return tiny_server()
