@@ -5,7 +5,7 @@ All of it runs while a batch is composed; a forward only reads the tables.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from sglang.srt.managers import schedule_batch, utils
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import allocation
+from sglang.srt.runtime_context import get_schedule
 
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
@@ -22,6 +23,7 @@ from fathom.runtime.plan import PrefillPlan
 from fathom.runtime.sglang_host.beams import rows_to_take
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.kv_tree import tree_of
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
 from fathom.runtime.sglang_host.short_prompts import Beside
 
@@ -147,12 +149,16 @@ class DepthPrefillAdder(PrefillAdder):
     all depths is added to what is left; when it is charged, the same amount is taken off the charge. Virtual slots
     are another bound, in which nothing is saved.
 
+    A prompt between two chunks keeps what it has. Where others decode meanwhile, they may need more than they had
+    promised: then it is parked until there is room for its next chunk, or the scheduler takes it back.
+
     Attributes:
         beside: who may be computed beside a chunk of this process's long prompts.
     """
 
     token_to_kv_pool_allocator: DepthAllocator
     beside: ClassVar[Beside | None] = None
+    _parked = False
     _saved = 0
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
@@ -161,18 +167,37 @@ class DepthPrefillAdder(PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> float:
-        left = (super().rem_total_tokens + self._not_virtual()) / self._share + self._saved
+        left = (super().rem_total_tokens + self._not_virtual() - self._mixed) / self._share + self._saved
         return min(left, self._virtual_left(self.rem_total_token_offset))
 
     @property
     def cur_rem_tokens(self) -> float:
-        left = (super().cur_rem_tokens + self._not_virtual()) / self._share + self._saved
+        left = (super().cur_rem_tokens + self._not_virtual() - self._mixed) / self._share + self._saved
         return min(left, self._virtual_left(self.cur_rem_token_offset))
 
     def _not_virtual(self) -> int:
         """Tokens that the physical pages hold and SGLang's count, which the virtual slots bound too, leaves out."""
         allocator = self.token_to_kv_pool_allocator
         return allocator.dense_size(allocator.memory.pool.free) - allocator.available_size()
+
+    @cached_property
+    def _decoding(self) -> list[Req]:
+        """Who goes on decoding, in this batch or the next."""
+        return [req for req in self.running_batch.reqs if not req.finished()]
+
+    @cached_property
+    def _mixed_pages(self) -> int:
+        """Pages that those take who decode in this batch."""
+        if not get_schedule().enable_mixed_chunk:
+            return 0
+        rows = [req.kv.req_pool_idx for req in self._decoding]
+        lengths = [req.kv.kv_allocated_len for req in self._decoding]
+        return self.token_to_kv_pool_allocator.decode_pages(rows, lengths)
+
+    @cached_property
+    def _mixed(self) -> int:
+        """What these take beyond the token of each that SGLang has counted."""
+        return max(_dense_tokens(self._mixed_pages, self.token_to_kv_pool_allocator) - len(self._decoding), 0)
 
     def _virtual_left(self, charged: int) -> int:
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
@@ -182,6 +207,8 @@ class DepthPrefillAdder(PrefillAdder):
         return had - charged - self._saved_before
 
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
+        if self._parked:
+            return AddReqResult.OTHER  # who is parked comes first
         if (has_chunked_req or self.new_chunked_req is not None) and not self._at_once(req):
             # One prompt is in chunks at a time. SGLang trusts that it leaves nothing of a batch's tokens; but the
             # rest of a page, or what the pool has no room for at its depth, is left.
@@ -219,10 +246,27 @@ class DepthPrefillAdder(PrefillAdder):
         left = self.beside.room(self, req) if self.beside is not None else 0
         self.rem_chunk_tokens -= left
         try:
-            return self._judge(req, len(req.prefix_indices), super().add_chunked_req)
+            return self._judge(req, len(req.prefix_indices), self._add_chunk)
         finally:
             self._share = 1.0
             self.rem_chunk_tokens += left
+
+    def _add_chunk(self, req: Req) -> Any:
+        """SGLang's, which takes a whole chunk where there is no room."""
+        begin, whole = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
+        tokens = min(self.rem_chunk_tokens, int(self.rem_total_tokens), whole - begin)
+        if self._decoding and not (tokens > 0 and self._fits(req, begin, begin + tokens)):
+            req.set_extend_range(begin, begin)
+            self._parked = True
+            return req
+        return super().add_chunked_req(req)
+
+    def _fits(self, req: Req, begin: int, end: int) -> bool:
+        """Whether there are pages for the next chunk, and for those who decode in the same batch."""
+        allocator, tree = self.token_to_kv_pool_allocator, tree_of(self.tree_cache)
+        plan, free = allocator.plan_of(req), allocator.memory.pool.free
+        pages = pages_taken(plan, begin, end, prompt_tokens(req), allocator.page_size, req.kv.holds_kv)
+        return pages + self._mixed_pages <= free + (tree.evictable_pages if tree else 0)
 
     def _judge(self, req: Req, end: int, add: Any, *args: Any, **kwargs: Any) -> Any:
         allocator = self.token_to_kv_pool_allocator

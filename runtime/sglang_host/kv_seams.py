@@ -1,5 +1,7 @@
 """The seams of depth pages: memory, prefix cache, admission, and the spans of a forward."""
 
+from inspect import unwrap
+
 from fathom.runtime.sglang_host.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
 
 KV_SEAMS: tuple[Seam, ...] = (
@@ -262,6 +264,53 @@ KV_SEAMS: tuple[Seam, ...] = (
         "a chunk is as long as rem_chunk_tokens",
         "req",
         reads_attributes("rem_chunk_tokens"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.update_running_batch",
+        "override",
+        "where a decode step does not fit, a prompt between two chunks is among those of whom some are taken back",
+        "batch",
+        reads_attributes("check_decode_mem retract_decode increment_retracted_reqs _add_request_to_queue"),
+    ),
+    *(
+        relies_on(SCHEDULER, target, "call", why, parameters)
+        for target, why, parameters in (
+            (
+                "managers.schedule_batch:ScheduleBatch.check_decode_mem",
+                "whether these can take a step",
+                "selected_indices",
+            ),
+            (
+                "managers.schedule_batch:ScheduleBatch._get_decode_retraction_order",
+                "who is taken back first",
+                "reqs",
+            ),
+            ("beam_search.batch_tail:beam_retraction_order", "beams stay", "sorted_indices reqs"),
+            (
+                "managers.scheduler_components.new_token_ratio_tracker:NewTokenRatioTracker"
+                ".estimate_new_token_ratio_after_retract",
+                "who comes back is let in with more care",
+                "reqs",
+            ),
+            ("managers.schedule_batch:Req.set_extend_range", "a parked prompt has no chunk", "start end"),
+        )
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.get_next_batch_to_run",
+        "read",
+        "keeps nothing of a prompt in chunks that has computed nothing",
+        None,
+        lambda method: reads_attributes("extend_range prefix_indices stash_chunked_request")(unwrap(method)),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_policy:PrefillAdder.add_chunked_req",
+        "read",
+        "a prompt that comes back as it is, and is not in the batch, is next in the following one",
+        "req",
+        reads_attributes("is_hybrid_swa can_run_list"),
     ),
     relies_on(
         SCHEDULER,
