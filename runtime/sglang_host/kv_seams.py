@@ -314,6 +314,22 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler.pause_generation",
+        "override",
+        "forgets a prompt between two chunks, which may be one to abort",
+        "recv_req",
+        reads_attributes("chunked_req"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.process_pending_chunked_abort",
+        "call",
+        "ends a prompt between two chunks that is to be aborted",
+        "",
+        reads_attributes("_pending_chunked_abort_req chunked_req"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.schedule_batch:Req.init_next_round_input",
         "call",
         "how much of a waiting prompt is not in the cache; may be asked again",

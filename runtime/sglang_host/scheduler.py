@@ -10,7 +10,12 @@ import sglang
 import torch
 from sglang.srt.beam_search.batch_tail import beam_retraction_order
 from sglang.srt.managers import schedule_batch
-from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    PauseGenerationReqInput,
+)
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
@@ -322,6 +327,11 @@ class FathomScheduler(Scheduler):
         requests = {*queued, *self.collect_inflight_reqs(), *filter(None, [self.chunked_req])}
         with aborts.alone(recv_req, requests):
             super().abort_request(recv_req)
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
+        if recv_req.mode == "retract":
+            self.process_pending_chunked_abort()  # else forgotten with the chunk, and the request would run again
+        super().pause_generation(recv_req)
 
     def _release_aborted_request(self, req: Req) -> None:
         super()._release_aborted_request(req)

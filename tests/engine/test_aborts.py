@@ -10,7 +10,7 @@ torchvision_ops.declare()
 
 from sglang.srt.constrained.grammar_manager import GrammarManager  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
-from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput  # noqa: E402
 
 from fathom.runtime.sglang_host.scheduler import FathomScheduler  # noqa: E402
 
@@ -78,3 +78,27 @@ def test_all(monkeypatch, scheduler):
     monkeypatch.setattr("sglang.srt.managers.scheduler._make_abort_req", lambda request, **_: None)
     scheduler.abort_request(AbortReq(abort_all=True))
     assert len(ended(scheduler)) == 9
+
+
+@pytest.mark.parametrize("rid", ["d10", "d1"])
+def test_a_pause_forgets_no_abort(monkeypatch, scheduler, rid):
+    """Of a prompt that is between two chunks, while others took a step."""
+    for name in ("prepare_abort", "release_kv_cache", "_make_abort_req"):
+        monkeypatch.setattr(f"sglang.srt.managers.scheduler.{name}", lambda *_, **__: None)
+    taken_back, queued = [], []
+    monkeypatch.setattr(
+        "sglang.srt.managers.scheduler.retract_all", lambda reqs, **_: taken_back.extend(reqs)
+    )
+    scheduler.chunked_req.time_stats = SimpleNamespace(trace_ctx=SimpleNamespace(abort=lambda **_: None))
+    scheduler.enable_overlap = False
+    scheduler.req_to_token_pool = scheduler.token_to_kv_pool_allocator = scheduler.tree_cache = None
+    scheduler.hisparse_coordinator = None
+    scheduler._add_request_to_queue = queued.append
+    scheduler.metrics_reporter = SimpleNamespace(current_scheduler_metrics_enabled=False)
+    scheduler.kv_events_publisher = SimpleNamespace(publish_kv_events=lambda: None)
+    scheduler.abort_request(AbortReq(rid=rid))
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    assert scheduler.chunked_req is None and scheduler._pending_chunked_abort_req is None
+    lives = [] if rid == "d10" else ["d10"]
+    assert [request.rid for request in taken_back] == ["c1", "c10", "c", *lives]
+    assert queued == taken_back and scheduler.told == (["d10"] if rid == "d10" else [])
