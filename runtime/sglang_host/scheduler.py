@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import sglang
 import torch
-from sglang.srt.beam_search.batch_tail import beam_retraction_order
-from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.io_struct import (
     AbortReq,
     GetInternalStateReq,
@@ -29,6 +27,7 @@ from fathom.runtime.sglang_host import (
     aborts,
     attention_layers,
     beams,
+    between_chunks,
     bursts,
     devices,
     grammars,
@@ -202,46 +201,8 @@ class FathomScheduler(Scheduler):
         return batch, running_batch
 
     def update_running_batch(self, batch: Any) -> Any:
-        self._take_back_chunked(batch)
+        between_chunks.make_room(self, batch)
         return super().update_running_batch(batch)
-
-    def _take_back_chunked(self, running: Any) -> None:
-        """Where a decode step does not fit beside a prompt that is between two chunks, let that be one of those of
-        whom SGLang takes some back: it would rather end the last of the others.
-        """
-        request = self.chunked_req
-        if request is None or not (places := self._cannot_decode(running)):
-            return
-        if self.enable_overlap and self.result_queue and self.result_queue[-1][1] is not self._taken:
-            self._take_last()  # which may leave more room
-            if not (places := self._cannot_decode(running)):
-                return
-        together = [*(running.reqs[i] for i in places), request]
-        order = beam_retraction_order(running._get_decode_retraction_order(together), together)
-        if len(places) > 1 and order[-1] != len(places):
-            return
-        schedule_batch.release_req(
-            req=request,
-            remaing_req_count=len(places),
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            tree_cache=self.tree_cache,
-            hisparse_coordinator=None,
-        )
-        self.chunked_req = None
-        ratio = self.new_token_ratio_tracker
-        ratio.current = max(ratio.current, ratio.estimate_new_token_ratio_after_retract(together[:-1]))
-        if self.metrics_reporter.enable_metrics:
-            tokens = len(request.origin_input_ids), len(request.output_ids)
-            self.metrics_reporter.metrics_collector.increment_retracted_reqs(1, *tokens)
-        logger.warning("KV cache pool is full. A prompt between two chunks is taken back.")
-        self._add_request_to_queue(request, is_retracted=True)
-
-    @staticmethod
-    def _cannot_decode(running: Any) -> list[int]:
-        """Places of those who go on decoding, if there is no room for their next step."""
-        places = [place for place, req in enumerate(running.reqs) if not req.finished()]
-        return [] if not places or running.check_decode_mem(places) else places
 
     def _take_early(self, running: list[Req]) -> None:
         """Where steps overlap: process the last result before the next batch is composed, if that follows from it.
@@ -250,13 +211,16 @@ class FathomScheduler(Scheduler):
         """
         queue = self.result_queue if self.enable_overlap else None
         if queue and self._next_follows_from(queue[-1][0], running):
-            self._take_last()
+            self.take_last()
 
-    def _take_last(self) -> None:
-        """Process the last result before its turn."""
+    def take_last(self) -> bool:
+        """Process the last result before its turn, if it is still to be processed."""
+        if not (self.enable_overlap and self.result_queue) or self.result_queue[-1][1] is self._taken:
+            return False
         batch, result = self.result_queue[-1]
         self.process_batch_result(batch, result)
         self._taken = result
+        return True
 
     def _next_follows_from(self, batch: Any, running: list[Req]) -> bool:
         """Whether the host has to know the tokens of a step before it composes the next one.
