@@ -46,7 +46,7 @@ def test_short_prompts_are_answered_beside_a_long_one(server, policy):
     long = [asked(rng, policy, LONG, 4) for _ in range(2)]
     short = [asked(rng, policy, length, 1) for length in (5, 30, 17, 31)]
     with ThreadPoolExecutor(len(long)) as pool:
-        with slowed(server, 0.5):
+        with slowed(server, 0.3):
             first = pool.submit(ask, server, long[0])
             wait_until(lambda: first.done() or server.engine()["open_accounts"])
             second = pool.submit(ask, server, long[1])
@@ -64,7 +64,7 @@ def test_answers_go_on_beside_a_long_prompt(server, policy):
     rng = random.Random(str(policy))
     bodies = [asked(rng, policy, length, tokens) for length, tokens in ((9, 10), (40, 12), (LONG, 4))]
     with ThreadPoolExecutor(len(bodies)) as pool:
-        with slowed(server, 0.4):
+        with slowed(server, 0.3):
             begun = [pool.submit(ask, server, body) for body in bodies[:2]]
             wait_until(lambda: any(a.done() for a in begun) or server.engine()["open_accounts"] == 2)
             long = pool.submit(ask, server, bodies[2])
