@@ -167,6 +167,7 @@ def draw(seed: int, devices: int | None = None) -> World:
         *sfi_flags,
         *selector_flags,
         *("--short-prompt-share", random.Random(f"{seed}/share").choice([0, 0.25, 0.5, 0.9])),
+        *("--prefill-decode-interval", random.Random(f"{seed}/interval").choice([0, 1, 1, 3])),
         *(("--sfi-evidence-mib", rng.choice([0.001, 0.02])) if scarce else ()),
     ]
     return World(
