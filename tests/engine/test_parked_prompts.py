@@ -7,14 +7,12 @@ import pytest
 from conftest import OVERLAPPING
 from greedy import body_of
 from noisy import draft_flags
-from waiting import wait_until
+from waiting import slowed, wait_until
 
 POOL = 1008
-STEP_SECONDS = 0.01
-"""Of each step, at least: who comes first is not done before the others come."""
 PROMPTS = {1: 910, 4: 700}
-"""By how many decode: the longest prompt that is let in while these have said a few dozen tokens each. Until it is
-computed, they need more than is left."""
+"""By how many decode: a prompt that is let in beside them as they begin. Until it is computed, they need more than
+is left."""
 CASES = [(1, {}), (4, {"speculative": True})]
 WAYS = {
     "a step between": ("--prefill-decode-interval", "1"),
@@ -48,20 +46,16 @@ def test_everybody_is_answered_as_alone(server, others, policy):
         prompt = [rng.randrange(6, 2000) for _ in range(length)]
         return body_of(prompt, policy, tokens) | {"return_logprob": False}
 
-    def slow_down(seconds):
-        assert server.client.post("/slow_down", json={"forward_sleep_time": seconds}).status_code == 200
-
     running = [asked(4, 400 if others == 1 else 180, {}) for _ in range(others)]
     long = asked(PROMPTS[others], 6, policy)
     bodies = [*running, long]
-    slow_down(STEP_SECONDS)
     with ThreadPoolExecutor(len(bodies)) as pool:
-        try:
+        with slowed(server, 0.3):
             begun = [pool.submit(ask, server, body) for body in running]
             wait_until(lambda: server.engine()["open_accounts"] == others)
-            together = [each.result() for each in [*begun, pool.submit(ask, server, long)]]
-        finally:
-            slow_down(None)
+            begun.append(pool.submit(ask, server, long))
+            wait_until(lambda: server.engine()["open_accounts"] == others + 1)
+        together = [each.result() for each in begun]
     assert together[-1]["meta_info"]["num_retractions"]
     engine = server.engine()
     assert engine["open_accounts"] == 0 and engine["kv_pool"]["held"] == 0

@@ -276,8 +276,6 @@ def _scheduling(rng: random.Random, prioritized: bool) -> list[Any]:
     flags: list[Any] = ["--enable-mixed-chunk"] if rng.random() < 0.5 else []
     if rng.random() < 0.5:
         flags += ["--max-running-requests", rng.choice([1, 2, 3, 5, 8])]
-    if rng.random() < 0.4:
-        flags += ["--prefill-decode-interval", rng.choice([0, 1, 2, 5])]
     if (steps := rng.choice([1, 1, 2, 3, 8])) > 1:
         flags += ["--num-continuous-decode-steps", steps]
     cached = rng.random() < 0.8
