@@ -178,8 +178,8 @@ class FathomScheduler(Scheduler):
             # SGLang would look for room again once somebody leaves it.
             running_batch.batch_is_full = False
         came = last_batch.reqs if last_batch and last_batch.forward_mode.is_extend() else []
-        known = {*running_batch.reqs, *came} - {self.chunked_req}
-        self._some_decode = any(not (req.finished() or req.is_prefill_only) for req in known)
+        begun = (req for req in (*running_batch.reqs, *came) if req is not self.chunked_req)
+        self._some_decode = any(not (req.finished() or req.is_prefill_only) for req in begun)
         return super().get_next_batch_to_run(running_batch, last_batch)
 
     def _should_defer_prefill(self) -> bool:
