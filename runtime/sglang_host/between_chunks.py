@@ -1,6 +1,7 @@
-"""A prompt between two chunks, whose pages those who decode meanwhile would need.
+"""A prompt between two chunks is taken back: for those who decode meanwhile, or for somebody more urgent.
 
-It has said nothing yet, and is not in their batch: SGLang would end the last of them rather than take it back.
+It has said nothing yet, and is in no batch. SGLang would end the last of those who decode rather than take it back,
+and lets nobody go before its last chunk who is not beside it.
 """
 
 import logging
@@ -28,21 +29,34 @@ def make_room(scheduler: Any, running: Any) -> None:
     order = beam_retraction_order(running._get_decode_retraction_order(together), together)
     if len(places) > 1 and order[-1] != len(places):
         return
+    ratio = scheduler.new_token_ratio_tracker
+    ratio.current = max(ratio.current, ratio.estimate_new_token_ratio_after_retract(together[:-1]))
+    logger.warning("KV cache pool is full. A prompt between two chunks is taken back.")
+    take_back(scheduler, len(places))
+
+
+def take_back(scheduler: Any, running: int) -> None:
+    """Let the prompt between two chunks wait again, behind all others until they are put in order.
+
+    What it has computed stays in the prefix cache, where there is one.
+
+    Args:
+        scheduler: as in :func:`make_room`; running: how many decode.
+    """
+    request = scheduler.chunked_req
+    scheduler.take_last()  # which may be its chunk
     schedule_batch.release_req(
         req=request,
-        remaing_req_count=len(places),
+        remaing_req_count=running,
         req_to_token_pool=scheduler.req_to_token_pool,
         token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
         tree_cache=scheduler.tree_cache,
         hisparse_coordinator=None,
     )
     scheduler.chunked_req = None
-    ratio = scheduler.new_token_ratio_tracker
-    ratio.current = max(ratio.current, ratio.estimate_new_token_ratio_after_retract(together[:-1]))
     if scheduler.metrics_reporter.enable_metrics:
         tokens = len(request.origin_input_ids), len(request.output_ids)
         scheduler.metrics_reporter.metrics_collector.increment_retracted_reqs(1, *tokens)
-    logger.warning("KV cache pool is full. A prompt between two chunks is taken back.")
     scheduler._add_request_to_queue(request, is_retracted=True)
 
 

@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_schedule
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.plan import PrefillPlan
+from fathom.runtime.sglang_host import between_chunks
 from fathom.runtime.sglang_host.beams import rows_to_take
 from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
@@ -150,7 +151,8 @@ class DepthPrefillAdder(PrefillAdder):
     are another bound, in which nothing is saved.
 
     A prompt between two chunks keeps what it has. Where others decode meanwhile, they may need more than they had
-    promised: then it is parked until there is room for its next chunk, or the scheduler takes it back.
+    promised: then it is parked until there is room for its next chunk, or the scheduler takes it back; as it is
+    where a running request would be, for somebody more urgent.
 
     Attributes:
         beside: who may be computed beside a chunk of this process's long prompts.
@@ -239,11 +241,16 @@ class DepthPrefillAdder(PrefillAdder):
         return prompt_tokens(req) if is_judged(req) or not self._at_once(req) else 0
 
     def add_chunked_req(self, req: Req) -> Any:
+        left = 0
+        if self.beside is not None:
+            left, count = self.beside.room(self, req)
+            if self.beside.takes_its_place(self, req, count):
+                between_chunks.take_back(self.beside.scheduler, len(self._decoding))
+                return None
         plan = self.token_to_kv_pool_allocator.plan_of(req)
         # A chunk may be as long as what is left holds at this request's depth.
         self._share = max(plan.shared_spans, 1) / plan.spans
         self._states += 0 if plan.propagation is None else prompt_tokens(req)
-        left = self.beside.room(self, req) if self.beside is not None else 0
         self.rem_chunk_tokens -= left
         try:
             return self._judge(req, len(req.prefix_indices), self._add_chunk)

@@ -330,6 +330,14 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.schedule_policy:PrefillAdder.preempt_to_schedule",
+        "read",
+        "who may take a running request's place; ours may take that of a prompt between two chunks",
+        "req",
+        reads_attributes("priority priority_scheduling_preemption_threshold"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.schedule_batch:Req.init_next_round_input",
         "call",
         "how much of a waiting prompt is not in the cache; may be asked again",

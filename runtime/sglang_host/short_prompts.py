@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.runtime_context import get_schedule
 
 from fathom.runtime.sglang_host.requests import is_judged
 
@@ -37,25 +38,27 @@ class Beside:
     What is in the cache counts as computed. They go ahead of those who wait and do not fit, which another chunked
     prompt keeps waiting anyway; but nobody goes ahead where requests have priorities.
 
-    Args:
+    Attributes:
         scheduler: SGLang's, in whose queue they wait.
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
 
-    def room(self, adder: PrefillAdder, chunked: Req) -> int:
-        """Tokens that the next chunk leaves to them, a multiple of the page size; they are first in the queue then.
+    def room(self, adder: PrefillAdder, chunked: Req) -> tuple[int, int]:
+        """Tokens that the next chunk leaves to them, a multiple of the page size, and how many they are.
+
+        They are first in the queue then.
 
         Args:
             adder: of the step, to which nobody was added; chunked: whose prompt the chunk is of.
         """
-        scheduler, running, size = self._scheduler, adder.running_batch, adder.page_size
+        scheduler, running, size = self.scheduler, adder.running_batch, adder.page_size
         most = int(adder.rem_chunk_tokens * OPTIONS.share) // size * size
         rows = scheduler.get_num_allocatable_reqs(len(running.reqs), running_batch=running) - 1
         if most <= 0 or running.batch_is_full:
-            return 0
-        adapters = {request.lora_id for request in (*running.reqs, chunked)}
+            return 0, 0
+        adapters = _adapters(adder, chunked)
         room = 0
         first: list[Req] = []
         for request in islice(scheduler.waiting_queue, LOOKED_AT):
@@ -72,4 +75,24 @@ class Beside:
                 break
         chosen = set(first)
         scheduler.waiting_queue[:] = [*first, *(r for r in scheduler.waiting_queue if r not in chosen)]
-        return room
+        return room, len(first)
+
+    def takes_its_place(self, adder: PrefillAdder, chunked: Req, beside: int) -> bool:
+        """Whether whoever waits next is so much more urgent that it would take the prompt's place if that ran.
+
+        Args:
+            adder, chunked: as in :meth:`room`; beside: how many are computed beside the chunk.
+        """
+        scheduler, others = self.scheduler, self.scheduler.waiting_queue[beside : beside + 1]
+        if not (scheduler.enable_priority_preemption and others):
+            return False
+        more = others[0].priority - chunked.priority
+        if get_schedule().schedule_low_priority_values_first:
+            more = -more
+        urgent = more > adder.priority_scheduling_preemption_threshold
+        return urgent and others[0].lora_id in _adapters(adder, chunked)
+
+
+def _adapters(adder: PrefillAdder, chunked: Req) -> set[str | None]:
+    """Those that the batch has."""
+    return {request.lora_id for request in (*adder.running_batch.reqs, chunked)}

@@ -114,7 +114,7 @@ def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(short_prompts.OPTIONS, "share", share)
         patch.setattr(short_prompts, "is_judged", lambda _: False)
-        room = Beside(scheduler).room(adder, request(500, 0))
+        room, count = Beside(scheduler).room(adder, request(500, 0))
     assert room % PAGE == 0 and 0 <= room <= max(chunk * share, 0)
     assert set(scheduler.waiting_queue) == set(queue) and len(scheduler.waiting_queue) == len(queue)
     beside, rest = [], room
@@ -123,7 +123,9 @@ def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered):
             break
         rest -= adder.ceil_paged_tokens(len(each.full_untruncated_fill_ids) - len(each.prefix_indices))
         beside.append(each)
-    assert rest == 0 and len(beside) <= max(rows - 1, 0) and {each.lora_id for each in beside} <= {None}
+    assert (
+        rest == 0 and len(beside) == count <= max(rows - 1, 0) and {each.lora_id for each in beside} <= {None}
+    )
     assert not (room and full)
     assert [each for each in queue if each not in beside] == scheduler.waiting_queue[len(beside) :]
     if ordered:

@@ -1,6 +1,7 @@
 """A request that a more urgent one takes out comes back, whatever becomes of the other, and of those behind it."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -64,6 +65,46 @@ def test_everybody_is_answered_as_alone(server):
         taken_out += sum(each["meta_info"]["num_retractions"] for each in together)
         assert [each["output_ids"] for each in together] == [answer(body)["output_ids"] for body in asked]
     assert taken_out >= ROUNDS / 2
+    assert server.engine()["open_accounts"] == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_prompt_gives_way_between_two_chunks(server, policy):
+    """To who is so much more urgent that it would take a running request out, and to nobody else."""
+    random = Random(str(policy))
+
+    def body(length, tokens, priority):
+        asked = body_of([random.randrange(6, 2000) for _ in range(length)], policy, tokens)
+        return asked | {"return_logprob": False, "priority": priority}
+
+    def ask(asked):
+        reply = server.client.post("/generate", json=asked, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def computed():
+        series = re.findall(
+            r'realtime_tokens_total\{.*mode="prefill_compute".*\} (.+)', server.client.get("/metrics").text
+        )
+        return sum(map(float, series))
+
+    server.flush()
+    before = computed()
+    long, later, urgent = body(400, 4, 0), body(30, 4, 1), body(30, 4, 2)
+    with ThreadPoolExecutor(2) as pool:
+        with slowed(server, 0.2):
+            first = pool.submit(ask, long)
+            wait_until(lambda: first.done() or server.engine()["kv_pool"]["held"] > 100)
+            second = pool.submit(ask, later)
+            together = [ask(urgent)]
+            assert not first.done() and not second.done()
+        together = [first.result(), second.result(), *together]
+    assert [each["meta_info"]["num_retractions"] for each in together] == [1, 0, 0]
+    assert 0 < computed() - before < 400 + 30 + 30 + 30, "what it had computed is still in the cache"
+    server.flush()
+    assert [each["output_ids"] for each in together] == [
+        ask(each)["output_ids"] for each in (long, later, urgent)
+    ]
     assert server.engine()["open_accounts"] == 0
 
 
