@@ -15,7 +15,6 @@ from sglang.srt.managers import schedule_batch, utils
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import allocation
-from sglang.srt.runtime_context import get_schedule
 
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
 from fathom.runtime.kv.pages import pages_of
@@ -190,7 +189,7 @@ class DepthPrefillAdder(PrefillAdder):
     @cached_property
     def _mixed_pages(self) -> int:
         """Pages that those take who decode in this batch."""
-        if not get_schedule().enable_mixed_chunk:
+        if self.beside is None or not self.beside.scheduler.is_mixed_chunk:
             return 0
         rows = [req.kv.req_pool_idx for req in self._decoding]
         lengths = [req.kv.kv_allocated_len for req in self._decoding]
@@ -199,7 +198,9 @@ class DepthPrefillAdder(PrefillAdder):
     @cached_property
     def _mixed(self) -> int:
         """What these take beyond the token of each that SGLang has counted."""
-        return max(_dense_tokens(self._mixed_pages, self.token_to_kv_pool_allocator) - len(self._decoding), 0)
+        if not (pages := self._mixed_pages):
+            return 0
+        return max(_dense_tokens(pages, self.token_to_kv_pool_allocator) - len(self._decoding), 0)
 
     def _virtual_left(self, charged: int) -> int:
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
