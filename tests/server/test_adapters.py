@@ -93,7 +93,7 @@ def test_a_request_whose_adapter_goes_before_its_use_has_it_loaded_again(monkeyp
 
     monkeypatch.setattr(TokenizerManager, "_resolve_lora_path", resolve)
     manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
-    manager._loads_adapters = asyncio.Lock()
+    manager._loads_adapters, manager.lora_ref_cache = asyncio.Lock(), {}
     manager.lora_registry = Adapters([LoRARef(lora_name="legal", lora_path="legal")], list)
     asyncio.run(manager._resolve_lora_path(SimpleNamespace(lora_path="legal")))
     assert times == [False, True, True]
