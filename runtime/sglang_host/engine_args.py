@@ -296,7 +296,8 @@ def with_decode_interval(argv: list[str]) -> list[str]:
     """``argv``, where it says nothing of it, with a decode step between two prefills.
 
     SGLang's default is none: nobody decodes before the last chunk of a long prompt, or the last prompt that waits,
-    is computed. Where chunks are mixed, those who decode are in each.
+    is computed. Where chunks are mixed, those who decode are in each. For depth pages only: SGLang's own
+    admission takes a chunk without asking whether those who decoded in between have left its room.
     """
     given = {arg.split("=", 1)[0] for arg in argv}
     return argv if given & {DECODE_INTERVAL, MIXED_CHUNKS} else [*argv, DECODE_INTERVAL, "1"]
@@ -444,7 +445,6 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
     """
     from fathom.runtime.sglang_host import torchvision_ops
 
-    argv = with_decode_interval(argv)
     torchvision_ops.declare()
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -458,7 +458,7 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
             add_attention_backend_choices([TRITON_BACKEND])
         try:
             _refuse_deterministic(argv)
-            args = prepare_server_args(with_gpu_rules(argv))
+            args = prepare_server_args(with_gpu_rules(with_decode_interval(argv)))
             args.resolve_once()
             check_rules(resolved_view(args), GPU_RULES, "KV in depth pages")
         except ValueError as error:
@@ -468,7 +468,8 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
         raise ValueError("--gpu-depth-pages needs an NVIDIA GPU that PyTorch sees; there is none")
     if isinstance(current_platform, FathomCpuPlatform):
         _refuse_deterministic(argv)
-        args = prepare_server_args(_limit_cpu_pool(with_cpu_defaults(argv), depth_span, shallow_factor))
+        argv = with_cpu_defaults(with_decode_interval(argv))
+        args = prepare_server_args(_limit_cpu_pool(argv, depth_span, shallow_factor))
         check_rules(args, CPU_RULES, "KV in depth pages without a GPU")
         if args.enable_lora or args.lora_paths or args.enable_lora_overlap_loading:
             check_rules(args, CPU_LORA_RULES, "LoRA without a GPU")
