@@ -160,6 +160,7 @@ class DepthPrefillAdder(PrefillAdder):
     token_to_kv_pool_allocator: DepthAllocator
     beside: ClassVar[Beside | None] = None
     _parked = False
+    _chunked = False  # a prompt between two chunks goes on, and not to its end
     _saved = 0
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
@@ -210,22 +211,32 @@ class DepthPrefillAdder(PrefillAdder):
         return had - charged - self._saved_before
 
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
-        if self._parked:
-            return AddReqResult.OTHER  # who is parked comes first
-        if (has_chunked_req or self.new_chunked_req is not None) and not self._at_once(req):
-            # One prompt is in chunks at a time. SGLang trusts that it leaves nothing of a batch's tokens; but the
-            # rest of a page, or what the pool has no room for at its depth, is left.
+        if self._has_to_wait(req, has_chunked_req):
             return AddReqResult.OTHER
         rows = sum(map(rows_to_take, [*self.can_run_list, req]))
         if rows > self.tree_cache.req_to_token_pool.available_size():
             # SGLang has only the beams of requests in mind that run already.
             return AddReqResult.OTHER
-        states = self._waiting_states(req)
-        if states and self._states and self._states + states > LAYOUT.propagation_buffer:
-            return AddReqResult.OTHER
-        self._states += states
+        self._states += self._waiting_states(req)
         add = partial(super().add_one_req, has_chunked_req=has_chunked_req)
         return self._judge(req, len(req.full_untruncated_fill_ids), add, *args, **kwargs)
+
+    def preempt_to_schedule(self, req: Req) -> bool:
+        """SGLang's, which would take running requests out for one that cannot be in this batch anyway."""
+        if self.can_run_list:
+            req.init_next_round_input(self.tree_cache)
+        return not self._has_to_wait(req, self._chunked) and super().preempt_to_schedule(req)
+
+    def _has_to_wait(self, req: Req, has_chunked_req: bool) -> bool:
+        """Whether a new request cannot be in this batch, however much room there is."""
+        if self._parked:
+            return True  # who is parked comes first
+        if (has_chunked_req or self.new_chunked_req is not None) and not self._at_once(req):
+            # One prompt is in chunks at a time. SGLang trusts that it leaves nothing of a batch's tokens; but the
+            # rest of a page, or what the pool has no room for at its depth, is left.
+            return True
+        states = self._waiting_states(req)
+        return bool(states and self._states and self._states + states > LAYOUT.propagation_buffer)
 
     def _at_once(self, req: Req) -> bool:
         """Whether all of a new request can be computed in this batch."""
@@ -254,7 +265,9 @@ class DepthPrefillAdder(PrefillAdder):
         self._states += 0 if plan.propagation is None else prompt_tokens(req)
         self.rem_chunk_tokens -= left
         try:
-            return self._judge(req, len(req.prefix_indices), self._add_chunk)
+            goes_on = self._judge(req, len(req.prefix_indices), self._add_chunk)
+            self._chunked = goes_on is not None
+            return goes_on
         finally:
             self._share = 1.0
             self.rem_chunk_tokens += left

@@ -331,8 +331,9 @@ KV_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SCHEDULER,
         "managers.schedule_policy:PrefillAdder.preempt_to_schedule",
-        "read",
-        "who may take a running request's place; ours may take that of a prompt between two chunks",
+        "override",
+        "who may take a running request's place; ours may take that of a prompt between two chunks, and nobody's "
+        "where it has to wait for the last of them",
         "req",
         reads_attributes("priority priority_scheduling_preemption_threshold"),
     ),

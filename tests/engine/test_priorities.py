@@ -146,3 +146,36 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
     for reply, reason in turned_away:
         assert reply.status_code == 503 and reply.headers["retry-after"] and reason in reply.text
     assert server.engine()["open_accounts"] == 0
+
+
+def test_nobody_makes_room_for_who_waits_for_a_long_prompt(start_server, tiny_model):
+    """Both rows are taken, one by a prompt in chunks: an urgent request that comes has to wait for its last one."""
+    flags = ("--chunked-prefill-size", "16", "--max-running-requests", "2", "--short-prompt-share", "0")
+    server = start_server(tiny_model, *FLAGS, *flags)
+    random = Random(2)
+    bodies = []
+    for length, tokens, priority in ((4, 20, 0), (400, 4, 2), (30, 4, 2)):
+        body = body_of([random.randrange(6, 2000) for _ in range(length)], {}, tokens)
+        bodies.append(body | {"return_logprob": False, "priority": priority})
+
+    def ask(body):
+        reply = server.client.post("/generate", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def came():
+        load = server.client.get("/v1/loads").json()["loads"][0]
+        return load["num_waiting_reqs"] + server.engine()["open_accounts"]
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        with slowed(server, 0.1):
+            begun = []
+            for body in bodies:
+                begun.append(pool.submit(ask, body))
+                wait_until(lambda: begun[-1].done() or came() == len(begun))
+            together = [begun[0].result()]
+            assert not begun[1].done() and not begun[2].done()
+        together += [each.result() for each in begun[1:]]
+    assert [each["meta_info"]["num_retractions"] for each in together] == [0, 0, 0]
+    assert [each["output_ids"] for each in together] == [ask(body)["output_ids"] for body in bodies]
+    assert server.engine()["open_accounts"] == 0
