@@ -68,7 +68,7 @@ class Beside:
             new = len(request.full_untruncated_fill_ids) - len(request.prefix_indices)
             tokens = adder.ceil_paged_tokens(new)
             simple = request.beam_group is None and not is_judged(request)
-            if simple and request.lora_id in adapters and room + tokens <= most:
+            if simple and self._may_join(request, adapters) and room + tokens <= most:
                 room += tokens
                 first.append(request)
             elif scheduler.enable_priority_scheduling:
@@ -90,7 +90,12 @@ class Beside:
         if get_schedule().schedule_low_priority_values_first:
             more = -more
         urgent = more > adder.priority_scheduling_preemption_threshold
-        return urgent and others[0].lora_id in _adapters(adder, chunked)
+        return urgent and self._may_join(others[0], _adapters(adder, chunked))
+
+    def _may_join(self, request: Req, adapters: set[str | None]) -> bool:
+        """Whether the batch has the request's adapter, and that takes others."""
+        turns = self.scheduler.lora_drainer
+        return request.lora_id in adapters and (turns is None or turns.can_schedule(request))
 
 
 def _adapters(adder: PrefillAdder, chunked: Req) -> set[str | None]:

@@ -80,15 +80,20 @@ class Hashed(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def request(prompt, cached, adapter=None):
-    found = Hashed(lora_id=adapter, beam_group=None, full_untruncated_fill_ids=[0] * prompt)
+def request(prompt, cached, adapter=None, taken=True):
+    found = Hashed(lora_id=adapter, beam_group=None, full_untruncated_fill_ids=[0] * prompt, taken=taken)
     found.init_next_round_input = lambda _: setattr(found, "prefix_indices", [0] * min(cached, prompt - 1))
     return found
 
 
 REQUESTS = st.builds(
-    request, st.integers(1, 200), st.sampled_from([0, 0, 40]), st.sampled_from([None, None, "a"])
+    request,
+    st.integers(1, 200),
+    st.sampled_from([0, 0, 40]),
+    st.sampled_from([None, None, "a"]),
+    st.sampled_from([True, True, False]),
 )
+TURNS = SimpleNamespace(can_schedule=lambda request: request.taken)
 
 
 @given(
@@ -98,14 +103,17 @@ REQUESTS = st.builds(
     rows=st.integers(-1, 8),
     full=st.booleans(),
     ordered=st.booleans(),
+    turns=st.sampled_from([None, TURNS]),
 )
-def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered):
-    """No more than the share, for whole prompts with a row, whose adapter the batch has; nobody is lost."""
+def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered, turns):
+    """No more than the share, for whole prompts with a row, whose adapter the batch has and that takes others;
+    nobody is lost."""
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
         tree_cache=None,
         enable_priority_scheduling=ordered,
         get_num_allocatable_reqs=lambda running, running_batch: rows,
+        lora_drainer=turns,
     )
     adder = SimpleNamespace(
         running_batch=SimpleNamespace(reqs=[], batch_is_full=full), page_size=PAGE, rem_chunk_tokens=chunk
@@ -126,7 +134,22 @@ def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered):
     assert (
         rest == 0 and len(beside) == count <= max(rows - 1, 0) and {each.lora_id for each in beside} <= {None}
     )
+    assert turns is None or all(each.taken for each in beside)
     assert not (room and full)
     assert [each for each in queue if each not in beside] == scheduler.waiting_queue[len(beside) :]
     if ordered:
         assert scheduler.waiting_queue == queue
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_long_prompt_gives_way_only_to_who_is_let_in(monkeypatch, taken):
+    """However urgent: an adapter that is to leave the batch may take no other request."""
+    priorities = SimpleNamespace(schedule_low_priority_values_first=False)
+    monkeypatch.setattr(short_prompts, "get_schedule", lambda: priorities)
+    long, urgent = request(500, 0, "a"), request(30, 0, "a", taken)
+    long.priority, urgent.priority = 0, 5
+    scheduler = SimpleNamespace(waiting_queue=[urgent], enable_priority_preemption=True, lora_drainer=TURNS)
+    adder = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=[]), priority_scheduling_preemption_threshold=1
+    )
+    assert Beside(scheduler).takes_its_place(adder, long, 0) == taken
