@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import BackgroundTasks, HTTPException
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, UnloadLoRAAdapterReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
 from sglang.srt.runtime_context import get_lora
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -86,6 +86,7 @@ class FathomTokenizerManager(TokenizerManager):
             get_lora().lora_paths, lambda: [s.obj for s in self.rid_to_state.values()]
         )
         self._loads_adapters = asyncio.Lock()
+        self._unloaded: set[str] = set()  # by somebody who has loaded no other by that name since
 
     async def load_lora_adapter(self, obj: Any, request: Any = None) -> Any:
         """SGLang's, to its end also where the request is given up that needs the adapter: half way through, the
@@ -95,7 +96,9 @@ class FathomTokenizerManager(TokenizerManager):
             ControlError: for a name that no adapter can have.
         """
         self._check_adapter(obj)
-        return await asyncio.shield(super().load_lora_adapter(obj, request))
+        load = super().load_lora_adapter
+        # without a request of its own it is for one that asks for the adapter
+        return await asyncio.shield(load(obj) if request is None else self._load_instead(load, obj, request))
 
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
         """SGLang's.
@@ -104,7 +107,24 @@ class FathomTokenizerManager(TokenizerManager):
             ControlError: for a name that no adapter can have.
         """
         self._check_adapter(obj)
-        return await super().load_lora_adapter_from_tensors(obj, request)
+        return await self._load_instead(super().load_lora_adapter_from_tensors, obj, request)
+
+    async def unload_lora_adapter(self, obj: Any, request: Any = None) -> Any:
+        """SGLang's."""
+        result = await super().unload_lora_adapter(obj, request)
+        if result.success or obj.lora_name in self.lora_ref_cache:  # or it had made room for another
+            self._unloaded.add(obj.lora_name)
+        return result
+
+    async def _load_instead(self, load: Any, obj: Any, request: Any) -> Any:
+        """Load an adapter instead of the one that requests brought back after it was unloaded."""
+        async with self._loads_adapters:
+            if obj.lora_name in self._unloaded:
+                await super().unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=obj.lora_name))
+            result = await load(obj, request)
+            if result.success:
+                self._unloaded.discard(obj.lora_name)
+            return result
 
     def _check_adapter(self, obj: Any) -> None:
         if problem := adapter_problem(obj.lora_name, self.served_model_name):

@@ -129,6 +129,14 @@ LORA_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "managers.tokenizer_control_mixin:TokenizerControlMixin.unload_lora_adapter",
+        "override",
+        "requests may bring back what was unloaded, in whose place another is loaded",
+        "obj _",
+        reads_attributes("lora_update_lock _unload_lora_adapter_locked"),
+    ),
+    relies_on(
+        SERVER,
         "managers.io_struct:LoadLoRAAdapterFromTensorsReqInput.to_ref",
         "read",
         "an adapter of tensors, which cannot be loaded again, is known by this path",

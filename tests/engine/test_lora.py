@@ -233,6 +233,43 @@ def test_requests_that_take_turns_in_needing_adapters(server, four):
         assert [answer["output_ids"] for answer in reply.json()] == [alone[name] for name in names]
 
 
+def test_an_adapter_is_loaded_instead_of_one_that_came_back(server, oracles, saved):
+    """Requests bring back what was unloaded; it does not keep out what is to be loaded by its name."""
+
+    def load(name):
+        body = {"lora_name": "new", "lora_path": str(saved[name][0])}
+        return server.client.post("/load_lora_adapter", json=body)
+
+    def unload():
+        reply = server.client.post("/unload_lora_adapter", json={"lora_name": "new"})
+        assert reply.status_code == 200, reply.text
+
+    assert load("c").status_code == 200
+    unload()
+    oracles["c"].check("dense", ask(server, "dense", "new"))
+    with ThreadPoolExecutor(1) as pool:
+        longer = pool.submit(ask, server, "dense", "new", 60)
+        reply = load("a")
+        assert reply.status_code == 200, reply.text
+        assert len(longer.result()["output_ids"]) == 60
+    oracles["a"].check("dense", ask(server, "dense", "new"))
+    reply = load("c")
+    assert reply.status_code == 400 and "already loaded" in reply.text
+    unload()
+
+
+def test_an_adapter_that_has_made_room_can_be_unloaded_and_loaded(server, four, saved):
+    """Nothing is there to be unloaded, which is told; requests may bring it back all the same."""
+    loaded = {model["id"] for model in server.client.get("/v1/models").json()["data"]}
+    (missing,) = set(four) - loaded
+    reply = server.client.post("/unload_lora_adapter", json={"lora_name": missing})
+    assert reply.status_code == 400 and "does not exist" in reply.text
+    assert server.client.post("/generate", json=short_of(missing)).status_code == 200
+    body = {"lora_name": missing, "lora_path": str(saved[missing.removeprefix("as ")][0])}
+    reply = server.client.post("/load_lora_adapter", json=body)
+    assert reply.status_code == 200, reply.text
+
+
 @pytest.mark.parametrize("adapter", ["a", "b"])
 def test_log_probabilities_of_a_prompt(server, saved, adapter):
     """The output matrix gets other rows than the layers do."""

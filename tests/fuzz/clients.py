@@ -130,7 +130,7 @@ class Client:
         return [_read(request, response) for response in (paused, resumed)]
 
     def _load_again(self, request: Request) -> list[Reply]:
-        """Unload an adapter, which waits for those who use it, and load it; who asks in between has loaded it."""
+        """Unload an adapter, which waits for those who use it, and load it; others bring it back before."""
         listed = self.http.get("/v1/models").json()["data"]
         folders = {model["id"]: model["root"] for model in listed}
         if request.adapter not in folders:  # another client is at it
