@@ -285,6 +285,14 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "session.session_controller:Session.abort_req",
+        "call",
+        "a streaming session has no turn that runs; one that never runs stays there",
+        "",
+        reads_attributes("_inflight"),
+    ),
+    relies_on(
+        SCHEDULER,
         "session.session_controller:SessionController._all_requests_finished",
         "call",
         "says whether no turn of a session runs",

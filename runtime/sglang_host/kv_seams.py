@@ -425,6 +425,13 @@ KV_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "beam_search.coordinator:BeamCoordinator.retire_group",
+        "call",
+        "no step looks after a search that was refused",
+        "req",
+    ),
+    relies_on(
+        SCHEDULER,
         "beam_search.coordinator:BeamCoordinator._free_member_rows",
         "call",
         "frees the rows and the KV of all beams but the first",

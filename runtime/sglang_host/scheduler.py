@@ -300,6 +300,7 @@ class FathomScheduler(Scheduler):
     def _release_aborted_request(self, req: Req) -> None:
         super()._release_aborted_request(req)
         self.tp_worker.ledger.drop(req)
+        self.session_controller.forget(req)
 
     def stash_chunked_request(self, req: Req) -> None:
         super().stash_chunked_request(req)
@@ -321,7 +322,8 @@ class FathomScheduler(Scheduler):
         with priorities.spared(recv_req, [req for req in self.waiting_queue if req.retraction_count]):
             if not super()._abort_on_queued_limit(recv_req):
                 return False
-        self.tp_worker.ledger.drop(recv_req)
+        self._release_aborted_request(recv_req)
+        self.beam_coordinator.retire_group(recv_req)
         return True
 
     def init_req_max_new_tokens(self, req: Req) -> None:

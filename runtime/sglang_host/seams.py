@@ -230,7 +230,7 @@ LEDGER: tuple[Seam, ...] = (
         SCHEDULER,
         "managers.scheduler:Scheduler._release_aborted_request",
         "override",
-        "closes the account of a request that is aborted while it waits",
+        "closes the account of a request that is aborted while it waits, and takes it from its session",
         "req",
     ),
     relies_on(

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.session.session_controller import Session, SessionController
 
 MOST_SESSIONS = 1024
@@ -60,6 +61,20 @@ class FathomSessions(SessionController):
             for name, session in self.sessions.items()
             if session.is_timed_out() or (session.close_on_finish and self._all_requests_finished(session))
         ]
+
+    def forget(self, turn: Req) -> None:
+        """A turn that has left the queue and never ends: for SGLang it would run for as long as the session.
+
+        Args:
+            turn: any request; those that are no turns of a session are left as they are.
+        """
+        if (session := turn.session) is None:
+            return
+        if session.streaming:
+            if turn.to_finish is None:  # else it was refused as it came, and another may run
+                session.abort_req()
+        elif (node := session.req_nodes.pop(turn.rid, None)) is not None and node.parent is not None:
+            node.parent.children.remove(node)
 
     def _waits(self, session: Session) -> bool:
         return not session._inflight and self._all_requests_finished(session)

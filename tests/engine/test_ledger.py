@@ -238,6 +238,7 @@ def test_the_account_of_a_request_that_is_aborted_while_it_waits_is_closed():
     scheduler = object.__new__(FathomScheduler)
     scheduler.tree_cache = SimpleNamespace(finish=lambda *args: told.append(args[0]))
     scheduler.tp_worker = SimpleNamespace(ledger=ledger)
+    scheduler.session_controller = SimpleNamespace(forget=told.append)
     assert len(ledger) == 1
     scheduler._release_aborted_request(request)
-    assert len(ledger) == 0 and told == ["its handle"]
+    assert len(ledger) == 0 and told == ["its handle", request]

@@ -2,14 +2,17 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import io_struct
 from sglang.srt.session import session_controller
+from waiting import held, slowed, wait_until
 
 from fathom.runtime.sglang_host import sessions as fathom_sessions
 from fathom.runtime.sglang_host.control import failure_of
+from fathom.runtime.sglang_host.scheduler import FathomScheduler
 from fathom.runtime.sglang_host.sessions import MOST_SESSIONS, FathomSessions
 from fathom.server.errors import ControlError
 from fathom.server.tokenizer_manager import FathomTokenizerManager
@@ -89,6 +92,22 @@ def test_one_process_says_whose_time_is_over(sessions, monkeypatch):
     assert closed == ["left", "short", "long"] and set(other.sessions) == {"running"}
 
 
+def test_a_turn_that_never_runs_is_none_of_its_session(sessions):
+    """Others may go on from the one before it; who was refused as it came leaves the one that runs alone."""
+    turn = SimpleNamespace(rid="turn", session=sessions.sessions["s0"], to_finish=None)
+    before = session_controller.SessionReqNode(SimpleNamespace(finished=lambda: True))
+    turn.session.req_nodes = {"before": before, "turn": session_controller.SessionReqNode(turn, before)}
+    sessions.forget(turn)
+    assert turn.session.req_nodes == {"before": before} and before.children == []
+    for to_finish in (None, "refused"):
+        turn.session, turn.to_finish = sessions.sessions["s1"], to_finish
+        turn.session.streaming, turn.session._inflight = True, True
+        sessions.forget(turn)
+        assert turn.session._inflight == (to_finish is not None)
+    turn.session = None
+    sessions.forget(turn)
+
+
 def test_who_opens_one_too_many_is_told_why():
     manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
     told = []
@@ -157,3 +176,53 @@ def test_a_streaming_session_answers_as_a_request_with_the_whole_prompt(start_se
     assert server.client.post("/close_session", json={"session_id": "turns"}).status_code == 200
     server.flush()
     assert pages()["free"] == pages()["total"]
+
+
+def test_a_turn_for_which_the_queue_is_full_can_be_sent_again(start_server, tiny_model):
+    limits = ("--max-running-requests", "1", "--max-queued-requests", "1")
+    server = start_server(tiny_model, *FLAGS, *limits, "--enable-streaming-session")
+
+    def ask(tokens=2, **more):
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": [6, 7, 8], "sampling_params": sampling} | more
+        return server.client.post("/generate", json=body, timeout=60)
+
+    def waiting():
+        return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
+
+    for streaming in (True, False):
+        name = server.client.post("/open_session", json=OPEN | {"streaming": streaming}).json()
+        refused = {"session_params": {"id": name}, "rid": f"refused {streaming}"}
+        with ThreadPoolExecutor(2) as pool, slowed(server, 0.1):
+            busy = [pool.submit(ask, 30) for _ in range(2)]
+            wait_until(waiting)
+            reply = ask(**refused)
+            assert reply.status_code == 503 and "queue is full" in reply.text
+            assert all(each.result().status_code == 200 for each in busy)
+        if not streaming:
+            reply = ask(session_params={"id": name, "rid": refused["rid"]})
+            assert reply.status_code == 400 and "Invalid request session id" in reply.text
+        reply = ask(session_params={"id": name})
+        assert reply.status_code == 200, reply.text
+        assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
+        wait_until(lambda: held(server) == 0)
+
+
+def test_a_beam_search_for_which_the_queue_is_full_is_over(monkeypatch):
+    """SGLang looks after it in each step of others for as long as the engine runs."""
+    monkeypatch.setattr("sglang.srt.managers.scheduler._make_abort_req", lambda *request, **why: None)
+    scheduler, over = FathomScheduler.__new__(FathomScheduler), []
+    scheduler.max_queued_requests, scheduler.waiting_queue = 0, []
+    scheduler.enable_priority_scheduling = False
+    scheduler.ipc_channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(send_output=lambda *told: None)
+    )
+    scheduler.tree_cache = SimpleNamespace(finish=lambda *told: None)
+    scheduler.tp_worker = SimpleNamespace(ledger=SimpleNamespace(drop=lambda request: None))
+    scheduler.session_controller = FathomSessions(scheduler.tree_cache)
+    scheduler.beam_coordinator = SimpleNamespace(retire_group=over.append)
+    stats = SimpleNamespace(
+        wait_queue_entry_time=0.0, trace_ctx=SimpleNamespace(abort=lambda abort_info: None)
+    )
+    search = SimpleNamespace(rid="search", time_stats=stats, session=None, cache_request_handle=None)
+    assert scheduler._abort_on_queued_limit(search) and over == [search]
