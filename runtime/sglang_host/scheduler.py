@@ -278,6 +278,10 @@ class FathomScheduler(Scheduler):
             self.engine_metrics.write(self._kv_state(), self.tp_worker.ledger.totals)
         super().on_idle()
 
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()  # SGLang would ask for requests without a pause
+
     def _poll_timeout_aborts(self) -> list[Any]:
         """Asked of one process, whose clock counts; the others get what it says with the requests that came in."""
         turns = self.lora_drainer

@@ -235,6 +235,21 @@ LEDGER: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine",
+        "override",
+        "all that a step of a paused engine does; it sleeps where an idle one does",
+        "",
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.scheduler:Scheduler.maybe_sleep_on_idle",
+        "call",
+        "waits for the next request, for a second at most",
+        "",
+        reads_attributes("idle_sleeper maybe_sleep"),
+    ),
+    relies_on(
+        SCHEDULER,
         "managers.scheduler:Scheduler._poll_timeout_aborts",
         "override",
         "the first process says whose time is over",

@@ -66,3 +66,20 @@ def test_the_engine_tells_how_long_it_waited(server):
         assert server.client.post("/generate", json=body_of(prompt, {}, 60)).status_code == 200
     wait_until(agree)
     assert told[1] - told[0] > 0.05
+
+
+def test_an_engine_that_is_paused_waits(server):
+    """It does not ask for requests all the time."""
+    stat = Path(f"/proc/{server.engine()['pid']}/stat")
+
+    def computed():
+        return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    assert server.client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    try:
+        before = computed()
+        time.sleep(2)
+        assert computed() - before < 0.2
+    finally:
+        assert server.client.post("/continue_generation", json={}).status_code == 200
+    assert server.client.post("/generate", json=body_of([6, 7, 8], {})).status_code == 200
