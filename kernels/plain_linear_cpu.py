@@ -20,14 +20,15 @@ from fathom.kernels.numba_cpu import LINE_BYTES, LOOPS, as_array, ask_for, call,
 WIDTHS = 64, 32
 """Outputs that are computed together, a *block*, where whole blocks fill each half of a weight."""
 
-_LANES, _LINE = 8, LINE_BYTES // 4
+_LANES, _LINE = 16 if torch.cpu._is_avx512_supported() else 8, LINE_BYTES // 4
 _FLOATS, _WORDS = (ir.VectorType(kind, _LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 
 _RUN = 2048
 """Pairs of inputs whose sums stay in registers."""
 
-# Rows and outputs of a tile: what registers hold; and what keeps memory busy where there are few rows.
-_ROWS, _OUTPUTS, _MORE_OUTPUTS = 4, 2, 4
+# Rows and outputs of a tile: what registers hold (of AVX512 there are twice as many); and what keeps memory busy
+# where there are few rows.
+_ROWS, _OUTPUTS, _MORE_OUTPUTS = 4, _LANES // 4, 4
 
 
 def plain_blocks(weight: torch.Tensor) -> np.ndarray | None:

@@ -4,9 +4,10 @@
 after loading, spares that. It takes the place of the plain weight, so memory stays the same, and weights cannot be
 updated or read back while the server runs. Few rows are multiplied by our own kernel, on the same memory.
 
-On processors for which oneDNN has no bfloat16 products (without AVX512 or AVX-NE-CONVERT), PyTorch multiplies such
-matrices, and those of float16, number by number. There weights stay as they are, few rows of bfloat16 are
-multiplied by our own kernel, and all others in float32, a piece of the weight at a time.
+On processors without bfloat16 products (without AVX512-BF16 or AVX-NE-CONVERT), oneDNN makes them up where there is
+AVX512, and where there is none, PyTorch multiplies such matrices number by number; so it does with float16. There
+weights stay as they are, few rows of bfloat16 are multiplied by our own kernel, and all others in float32, a piece
+of the weight at a time.
 """
 
 from abc import abstractmethod
@@ -21,6 +22,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 
 from fathom.kernels import few_rows_linear_cpu
+from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.few_rows_linear_cpu import FEW_ROWS, blocks_of, few_rows_linear, packed_rows
 from fathom.kernels.plain_linear_cpu import plain_blocks
 
@@ -103,8 +105,12 @@ class WideLinearMethod(FewRowsMethod):
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN has bfloat16 products for this processor."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether oneDNN has bfloat16 products for this processor that are worth having: with AVX512 but without
+    AVX512-BF16 it makes up each of them of several instructions.
+    """
+    made_up = torch.cpu._is_avx512_supported() and not has_bfloat16_products()
+    found = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return found and not made_up
 
 
 def widen(model: torch.nn.Module) -> int:

@@ -91,6 +91,22 @@ packs = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize(
+    ("avx512", "products", "taken"),
+    [
+        (True, True, True),
+        (True, False, False),  # Intel from Skylake to Ice Lake
+        (False, False, True),  # AVX-NE-CONVERT; with AVX2 alone oneDNN says no by itself
+    ],
+)
+def test_products_that_onednn_would_make_up_are_not_taken(monkeypatch, avx512, products, taken):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(cpu_linear, "has_bfloat16_products", lambda: products)
+    for has in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda has=has: has)
+        assert cpu_linear.multiplies_bfloat16() == (taken and has)
+
+
 @packs
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_what_plain_ones_gave(bias):
