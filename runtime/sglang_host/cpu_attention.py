@@ -140,7 +140,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
     packed_weights = 0
     """Matrices whose weights are packed, which nobody can change or read back."""
     wide_weights = 0
-    """Matrices that are multiplied in float32, where oneDNN has no bfloat16 products."""
+    """Matrices that are multiplied in float32, where the processor has no bfloat16 products."""
     joined_layers = 0
     """Decoder layers that take a few rows in two calls."""
     joined_steps = 0
