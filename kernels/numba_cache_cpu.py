@@ -2,11 +2,13 @@
 
 Numba raises where no folder can be written to, where the disk is full when a kernel has been compiled, and at files
 that were cut short, by a machine that failed say. Where ``NUMBA_CACHE_DIR`` alone cannot be written to, it takes
-another folder without a word.
+another folder without a word. And it looks at a function's own file alone, while what it keeps has functions and
+constants of others in it.
 """
 
 import contextlib
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -26,8 +28,22 @@ def _tell(problem: str) -> None:
     logger.warning("%s; %s", problem, REMEDY)
 
 
+@functools.cache
+def _sources(room: Path = Path(__file__).parent) -> str:
+    """What kernels are compiled from, as a hash: it changes with any of the room's files."""
+    found = hashlib.sha256()
+    for path in sorted(room.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 class TolerantCache(caching.FunctionCache):
     """One function's files; a kernel that they do not yield is compiled, one that they do not take is not kept."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        file = self._cache_file
+        file._source_stamp = file._source_stamp, _sources()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled form for a signature, as Numba has it, or None."""

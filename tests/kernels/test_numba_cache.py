@@ -1,7 +1,9 @@
-"""Compiled kernels on a disk that is full, read-only or cut off: told once, and computed all the same."""
+"""Compiled kernels on a disk that is full, read-only or cut off: told once, and computed all the same. Those of
+other sources are not taken."""
 
 import importlib.util
 import resource
+import sys
 
 import numba
 import pytest
@@ -60,6 +62,24 @@ def test_a_folder_that_can_be_used_is_not_spoken_of(declare, caplog):
         assert (module.double(2), module.triple(2)) == (4, 6)
         assert (hits(module.double), hits(module.triple)) == (expected, expected)
     assert told(caplog) == []
+
+
+def test_a_kernel_is_compiled_anew_when_what_it_calls_has_changed(declare, tmp_path, monkeypatch):
+    """Its own file is as it was."""
+    sources = numba_cache_cpu._sources.__wrapped__
+    monkeypatch.setattr(numba_cache_cpu, "_sources", lambda: sources(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "declared_functions.py").write_text(
+        "from called_function import called\n" + SOURCE.replace("2 * x", "called(x)")
+    )
+    for factor, expected in ((2, 0), (2, 1), (11, 0)):
+        (tmp_path / "called_function.py").write_text(
+            f"from numba import njit\n\n@njit\ndef called(x):\n    return {factor} * x\n"
+        )
+        monkeypatch.delitem(sys.modules, "called_function", raising=False)
+        module = declare()
+        assert (module.double(2), module.triple(2)) == (2 * factor, 6)
+        assert (hits(module.double), hits(module.triple)) == (expected, expected)
 
 
 def test_without_any_folder_kernels_are_compiled_and_it_is_told_once(declare, monkeypatch, caplog):
