@@ -13,7 +13,12 @@ import msgspec
 import regex
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    EmbeddingReqInput,
+    GenerateReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.server.refusals import INTERNAL_FIELDS, INTERNAL_SAMPLING_FIELDS, MAX_GENERATIONS
@@ -37,6 +42,8 @@ UNTYPED = frozenset({"custom_params", "sampling_seed", "beam_width", "n"})
 """Sampling parameters with a check of their own, here or in SGLang."""
 
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
+
+SESSION: dict[str, Any] = get_type_hints(SessionParams)
 
 NOT_PLAIN = frozenset({"input_ids", "input_embeds", "sampling_params", "session_params", *INTERNAL_FIELDS})
 """Members that reach the engine in another form than they came in, or that no client may have."""
@@ -70,6 +77,7 @@ def check(obj: GenerateReqInput, vocabulary: int, labels: Collection[str] = ()) 
         check_sampling(params or {}, vocabulary)
     _check_batch(obj)
     _check_members(obj)
+    _check_session(obj.session_params)
     _check_ids("input_ids", obj.input_ids, vocabulary)
     _check_ids("token_ids_logprob", obj.token_ids_logprob, vocabulary)
     _check_range("top_logprobs_num", obj.top_logprobs_num, 0, min(MAX_TOP_LOGPROBS, vocabulary))
@@ -259,6 +267,18 @@ def _check_members(obj: GenerateReqInput) -> None:
                 raise ValueError(f"{name}: {wrong}")
             if type(entry) is int:
                 _check_number(name, entry, *INT64)
+
+
+def _check_session(given: Any) -> None:
+    """Which turn of which session a prompt goes on from."""
+    if given is not None and not isinstance(given, dict):
+        raise ValueError("session_params must be an object")
+    for name, value in (given or {}).items():
+        if name not in SESSION:
+            raise ValueError(f"session_params must have no other members than {', '.join(SESSION)}")
+        if wrong := _why_not(value, SESSION[name]):
+            raise ValueError(f"session_params.{name}: {wrong}")
+    _check_number("session_params.offset", (given or {}).get("offset"), *INT32)
 
 
 def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:

@@ -188,14 +188,6 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
-        "session.session_controller:Session.create_req",
-        "read",
-        "has the turns of a session that are queued, each behind the one before it",
-        None,
-        reads_attributes("streaming _inflight req_nodes set_finish_with_abort"),
-    ),
-    relies_on(
-        SCHEDULER,
         "session.session_controller:Session._concat_token_arrays",
         "replace",
         "a session's next turn goes on from all that its last answer put out",

@@ -30,6 +30,7 @@ def install(options: EngineOptions) -> None:
         penalties,
         rope_overrides,
         seeds,
+        sessions,
         stop_patterns,
         stop_strings,
         unsound,
@@ -48,6 +49,7 @@ def install(options: EngineOptions) -> None:
     rope_overrides.install()
     longrope.install()
     seeds.install(ours)
+    sessions.install()
     adapter_files.install()
     penalties.install(ours)
     stop_patterns.install()

@@ -28,6 +28,7 @@ from fathom.runtime.sglang_host.seam import (
     reads_global,
     relies_on,
 )
+from fathom.runtime.sglang_host.session_seams import SESSION_SEAMS
 from fathom.runtime.sglang_host.split_seams import SPLIT_SEAMS
 from fathom.runtime.sglang_host.tool_seams import TOOL_SEAMS
 from fathom.runtime.sglang_host.watch_seams import WATCH_SEAMS
@@ -396,6 +397,7 @@ LEDGER: tuple[Seam, ...] = (
     *DRAFT_SEAMS,
     *GPU_SEAMS,
     *HTTP_SEAMS,
+    *SESSION_SEAMS,
     *SPLIT_SEAMS,
     *TOOL_SEAMS,
     *WATCH_SEAMS,

@@ -10,13 +10,43 @@ import time
 from typing import Any
 
 from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.session.session_controller import Session, SessionController
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.session.session_controller import Session, SessionController, SessionReqNode
 
 MOST_SESSIONS = 1024
 """Most sessions that are open at a time."""
 LOOK_SECONDS = 1.0
 """Between two looks for sessions whose time is over."""
+
+
+class FathomSession(Session):
+    """SGLang's session. A turn that is refused as it comes is none of its, and leaves those that run alone."""
+
+    def create_req(self, req: Any, *args: Any, **kwargs: Any) -> Req:
+        """SGLang's request for a turn."""
+        params = req.session_params
+        if params.replace and params.rid is None and not self.streaming:
+            for node in list(self.req_nodes.values()):  # SGLang walks over what it empties
+                node.clear(self.req_nodes)
+        turn = super().create_req(req, *args, **kwargs)
+        if turn.to_finish is not None:
+            turn.session = None
+        return turn
+
+
+def clear(self: SessionReqNode, req_dict: dict[str, SessionReqNode]) -> None:
+    """SGLang's end of a turn and of all behind it: of a session as long as clients like, whose ids they may use
+    again.
+    """
+    waiting = [self]
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(node.children)
+        request = node.req
+        if request.finished_reason is None:
+            request.to_finish = FINISH_ABORT()
+        if req_dict.get(request.rid) is node:
+            del req_dict[request.rid]
 
 
 class FathomSessions(SessionController):
@@ -39,7 +69,10 @@ class FathomSessions(SessionController):
             if (longest := next(waiting, None)) is None:
                 raise RuntimeError(f"{MOST_SESSIONS} sessions are open, and each has a turn that runs")
             self._close(longest)
-        return super().open(recv_req)
+        told = super().open(recv_req)
+        if (session := self.sessions.get(recv_req.session_id)) is not None:
+            session.__class__ = FathomSession
+        return told
 
     def get(self, session_id: str) -> Session | None:
         """The session of a turn that came in."""
@@ -71,10 +104,14 @@ class FathomSessions(SessionController):
         if (session := turn.session) is None:
             return
         if session.streaming:
-            if turn.to_finish is None:  # else it was refused as it came, and another may run
-                session.abort_req()
+            session.abort_req()
         elif (node := session.req_nodes.pop(turn.rid, None)) is not None and node.parent is not None:
             node.parent.children.remove(node)
 
     def _waits(self, session: Session) -> bool:
         return not session._inflight and self._all_requests_finished(session)
+
+
+def install() -> None:
+    """Put our end of turns in SGLang's place."""
+    SessionReqNode.clear = clear  # type: ignore[method-assign]

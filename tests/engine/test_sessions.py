@@ -1,6 +1,7 @@
 """Sessions: how many stay open, which one goes, and what its client and others are told."""
 
 import asyncio
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -93,19 +94,35 @@ def test_one_process_says_whose_time_is_over(sessions, monkeypatch):
 
 
 def test_a_turn_that_never_runs_is_none_of_its_session(sessions):
-    """Others may go on from the one before it; who was refused as it came leaves the one that runs alone."""
-    turn = SimpleNamespace(rid="turn", session=sessions.sessions["s0"], to_finish=None)
+    """Others may go on from the one before it."""
+    turn = SimpleNamespace(rid="turn", session=sessions.sessions["s0"])
     before = session_controller.SessionReqNode(SimpleNamespace(finished=lambda: True))
     turn.session.req_nodes = {"before": before, "turn": session_controller.SessionReqNode(turn, before)}
     sessions.forget(turn)
     assert turn.session.req_nodes == {"before": before} and before.children == []
-    for to_finish in (None, "refused"):
-        turn.session, turn.to_finish = sessions.sessions["s1"], to_finish
-        turn.session.streaming, turn.session._inflight = True, True
-        sessions.forget(turn)
-        assert turn.session._inflight == (to_finish is not None)
+    turn.session = sessions.sessions["s1"]
+    turn.session.streaming, turn.session._inflight = True, True
+    sessions.forget(turn)
+    assert not turn.session._inflight
     turn.session = None
     sessions.forget(turn)
+
+
+def test_a_turn_ends_with_all_behind_it():
+    """Also where there are more of them than Python may call, or two had one id."""
+
+    def node(rid, parent=None):
+        request = SimpleNamespace(rid=rid, finished_reason=None, to_finish=None)
+        return session_controller.SessionReqNode(request, parent)
+
+    chain = [first := node("0")]
+    for place in range(1, 3000):
+        chain.append(node(str(place), chain[-1]))
+    again, other = node("2999", first), node("other")
+    known = {each.req.rid: each for each in (*chain, again, other)}
+    fathom_sessions.clear(first, known)
+    assert known == {"other": other} and other.req.to_finish is None
+    assert all(each.req.to_finish for each in (*chain, again))
 
 
 def test_who_opens_one_too_many_is_told_why():
@@ -148,9 +165,13 @@ def test_a_server_with_many_sessions_goes_on(server):
         assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
 
 
-def test_a_streaming_session_answers_as_a_request_with_the_whole_prompt(start_server, tiny_model):
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model):
+    return start_server(tiny_model, *FLAGS, "--enable-streaming-session", "--page-size", "16")
+
+
+def test_a_streaming_session_answers_as_a_request_with_the_whole_prompt(server):
     """Its turns hold their pages while they wait, and none when it is closed."""
-    server = start_server(tiny_model, *FLAGS, "--enable-streaming-session", "--page-size", "16")
 
     def answer(prompt, **session):
         sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -178,14 +199,57 @@ def test_a_streaming_session_answers_as_a_request_with_the_whole_prompt(start_se
     assert pages()["free"] == pages()["total"]
 
 
+def generate(server, tokens=2, **more):
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return server.client.post("/generate", json={"input_ids": [6, 7, 8], "sampling_params": sampling} | more)
+
+
+def test_a_turn_that_is_refused_leaves_the_one_that_runs_alone(server):
+    """However many are sent: only one at a time goes on from what a streaming session holds."""
+    name = server.client.post("/open_session", json=OPEN | {"streaming": True}).json()
+    params = {"session_params": {"id": name}}
+    first = generate(server, **params).json()["output_ids"]
+    whole = [6, 7, 8, *first, 6, 7, 8]
+    alone = generate(server, 20, input_ids=whole).json()["output_ids"]
+    with ThreadPoolExecutor(1) as pool, slowed(server, 0.1):
+        running = pool.submit(generate, server, 20, **params)
+        wait_until(lambda: server.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+        for _ in range(3):
+            reply = generate(server, **params)
+            assert reply.status_code == 400 and "already has an active request" in reply.text
+        assert not running.done()
+    assert running.result().json()["output_ids"] == alone
+    reply = generate(server, **params)
+    assert reply.json()["meta_info"]["prompt_tokens"] == len(whole) + 20 + 3
+    assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
+
+
+def test_turns_that_take_the_place_of_others(server):
+    """They end all that went on from those, and go on from where they began; ids may be used again."""
+    name = server.client.post("/open_session", json=OPEN).json()
+
+    def turn(**params):
+        mine = {"rid": params.pop("mine", None), "session_params": {"id": name} | params}
+        reply = generate(server, **mine)
+        return reply.json()["meta_info"]["prompt_tokens"] if reply.status_code == 200 else reply.text
+
+    assert turn(mine="a") == 3
+    assert [turn(mine="b", rid="a") for _ in range(2)] == [8, 8]
+    assert turn(mine="c", rid="b") == 13
+    assert turn(mine="d", rid="a", replace=True) == 8
+    for gone in "bc":
+        assert "Invalid request session id" in turn(rid=gone)
+    assert turn(mine="e", replace=True) == 3
+    for gone in "ad":
+        assert "Invalid request session id" in turn(rid=gone)
+    assert turn(rid="e") == 8
+    assert server.client.post("/close_session", json={"session_id": name}).status_code == 200
+
+
 def test_a_turn_for_which_the_queue_is_full_can_be_sent_again(start_server, tiny_model):
     limits = ("--max-running-requests", "1", "--max-queued-requests", "1")
     server = start_server(tiny_model, *FLAGS, *limits, "--enable-streaming-session")
-
-    def ask(tokens=2, **more):
-        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": [6, 7, 8], "sampling_params": sampling} | more
-        return server.client.post("/generate", json=body, timeout=60)
+    ask = functools.partial(generate, server)
 
     def waiting():
         return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]

@@ -121,6 +121,12 @@ def test_sampling_parameters(params, message):
         ("rid", ["a"]),
         ("bootstrap_room", 2**70),
         ("bootstrap_host", "2.2.2.2"),
+        ("session_params", "a"),
+        ("session_params", {"id": {"a": 1}}),
+        ("session_params", {"id": "a", "rid": ["b"]}),
+        ("session_params", {"id": "a", "offset": 2**40}),
+        ("session_params", {"id": "a", "replace": 1}),
+        ("session_params", {"id": "a", "turn": 1}),
     ],
 )
 def test_fields_of_the_request(field, value):
