@@ -44,7 +44,7 @@ LOADS = 10
 SPARE_TOKENS = 2
 """Of a context, that SGLang's scheduler gives neither to the prompt nor to the answer."""
 
-_UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '([^']{1,60})'")
+_UNKNOWN_PARAMETER = re.compile(r"[Uu]nexpected keyword argument '(.*)'", re.DOTALL)
 
 
 class FathomTokenizerManager(TokenizerManager):
@@ -225,7 +225,7 @@ class FathomTokenizerManager(TokenizerManager):
         except TypeError as error:
             # SGLang hands sampling parameters on as keywords, and answers an unknown one with status 500.
             if found := _UNKNOWN_PARAMETER.search(str(error)):
-                raise ValueError(f"sampling_params.{found[1]} is not a sampling parameter") from error
+                raise ValueError(f"sampling_params.{found[1][:40]} is not a sampling parameter") from error
             raise
         finally:
             await stream.aclose()

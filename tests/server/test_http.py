@@ -361,11 +361,12 @@ def test_routes_that_have_begun_to_stream_say_it_inside(client, body, route):
 
 
 def test_unknown_sampling_parameters_and_schemas_are_named(client, body):
-    ask = body(GENERATE)
-    ask["sampling_params"]["temprature"] = 1
-    reply = client.post(GENERATE, json=ask)
-    assert reply.status_code == 400
-    assert message_of(reply.json()) == "sampling_params.temprature is not a sampling parameter"
+    for name in ("temprature", "", "it's", "x" * 100):
+        ask = body(GENERATE)
+        ask["sampling_params"][name] = 1
+        reply = client.post(GENERATE, json=ask)
+        assert reply.status_code == 400
+        assert message_of(reply.json()) == f"sampling_params.{name[:40]} is not a sampling parameter"
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     reply = client.post(CHAT, json=body(CHAT, response_format=schema))
     assert reply.status_code == 400
