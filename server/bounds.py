@@ -44,6 +44,7 @@ UNTYPED = frozenset({"custom_params", "sampling_seed", "beam_width", "n"})
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 
 SESSION: dict[str, Any] = get_type_hints(SessionParams)
+"""Members of ``session_params``."""
 
 NOT_PLAIN = frozenset({"input_ids", "input_embeds", "sampling_params", "session_params", *INTERNAL_FIELDS})
 """Members that reach the engine in another form than they came in, or that no client may have."""

@@ -223,7 +223,7 @@ class DepthPrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: Req) -> bool:
         """SGLang's, which would take running requests out for one that cannot be in this batch anyway."""
-        if self.can_run_list:
+        if self.can_run_list:  # beside others, what is cached of it says whether it can be computed at once
             req.init_next_round_input(self.tree_cache)
         return not self._has_to_wait(req, self._chunked) and super().preempt_to_schedule(req)
 
