@@ -30,7 +30,7 @@ FEW_ROWS = 32
 
 # Pairs of inputs whose sums stay in registers. With several tiles of rows, runs are short, and the last tile asks
 # for what comes later: by themselves, the processor's prefetchers rest while the other tiles are computed.
-_LONG_RUN, _RUN, _AHEAD = 128, 16, 32
+_LONG_RUN, _RUN, _SHORT_RUN, _AHEAD = 128, 32, 16, 32
 _ADD = 1
 
 
@@ -47,7 +47,7 @@ def blocks_of(packed: torch.Tensor, weight: torch.Tensor) -> np.ndarray | None:
         or the processor lacks the products.
     """
     inputs = weight.shape[1]
-    if inputs % (2 * _RUN) or not has_bfloat16_products():
+    if inputs % (2 * _SHORT_RUN) or not has_bfloat16_products():
         return None
     size = torch.ops.mkldnn._nbytes(packed)
     memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed))
@@ -183,8 +183,10 @@ def _by_vectors(x, lines, block):
         done = pairs // _LONG_RUN * _LONG_RUN
         for begin in range(0, done, _LONG_RUN):
             _add_tile(sums, 0, x[:, begin : begin + _LONG_RUN], own[begin : begin + _LONG_RUN])
-    for begin in range(done, pairs, _RUN):
-        left, right = x[:, begin : begin + _RUN], own[begin : begin + _RUN]
+    run = _RUN if rows > 2 * ROWS else _SHORT_RUN
+    for begin in range(done, pairs, run):
+        end = min(begin + run, pairs)
+        left, right = x[:, begin:end], own[begin:end]
         for r in range(0, last, ROWS):
             _add_tile(sums, r, left, right)
         _add_last_tile(sums, last, left, right)
