@@ -33,6 +33,7 @@ from fathom.kernels.numba_cpu import (
     DTYPES,
     INNER,
     LINE_BYTES,
+    LOOPS,
     as_array,
     literal_values,
     match_torch_threads,
@@ -111,9 +112,9 @@ def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
     Args:
         packed: [batch, 6] int32, the columns of ``two_segment_attention.FIELDS``.
     """
-    row, begin, end, compact_start, compact_length, evidence = packed.astype(np.int64).T
+    row, begin, end, compact_start, compact_length, evidence = np.ascontiguousarray(packed.T, np.int64)
     tasks = _split(row, begin, end, compact_start, compact_length, kv_heads, 1)
-    return tasks._replace(evidence=evidence.copy())
+    return tasks._replace(evidence=evidence)
 
 
 def _split(
@@ -130,43 +131,71 @@ def _split(
     Heads are read together or apart, but runs are always cut alike: an answer does not depend on what else there
     is in the batch.
     """
-    compact_runs = -(-compact_length // COMPACT_PER_TASK)
-    runs = -(-(end - begin) // KEYS_PER_TASK)
-    runs = np.where(compact_runs + runs == 0, 1, runs)
-    wanted = TASKS_PER_THREAD * torch.get_num_threads()
-    together = 1
-    if most == 1:
-        most_heads = min(HEADS_PER_TASK, int(runs.sum()) * kv_heads // wanted)
-        together = max(n for n in range(1, max(most_heads, 1) + 1) if kv_heads % n == 0)
-    parts = kv_heads // together
-    own = compact_runs * kv_heads + runs * parts
-    first = np.concatenate([[0], np.cumsum(own)]).astype(np.int64)
-    request = np.repeat(np.arange(len(own)), own)
-    place = np.arange(len(request)) - first[request]
-    compact = place < (compact_runs * kv_heads)[request]
-    place -= np.where(compact, 0, (compact_runs * kv_heads)[request])
-    # Of the page table, runs in the order of memory; of the compact buffer, head by head.
-    of_head = np.maximum(np.where(compact, compact_runs[request], 1), 1)
-    head, run = np.where(
-        compact, (place // of_head, place % of_head), (place % parts * together, place // parts)
+    row, request, head, heads, start, stop, first, shares, together = _cut(
+        row, begin, end, compact_start, compact_length, kv_heads, most == 1, torch.get_num_threads()
     )
-    size = np.where(compact, COMPACT_PER_TASK, KEYS_PER_TASK)
-    base = np.where(compact, compact_start[request], begin[request])
-    limit = np.where(compact, base + compact_length[request], end[request])
-    start = base + run * size
-    stop = np.minimum(start + size, limit)
-    kept, queries = np.full(len(row), -1), np.arange(len(row) + 1)
-    row = np.where(compact, -1, row[request])
-    heads = np.where(compact, 1, together)
-    shares = _share(heads * (stop - start + TASK_IN_KEYS), torch.get_num_threads())
+    kept, queries = np.full(len(end), -1), np.arange(len(end) + 1)
     return Tasks(row, request, head, heads, start, stop, first, end.copy(), kept, queries, shares, together)
 
 
-def _share(work: np.ndarray, threads: int) -> np.ndarray:
+@njit(**LOOPS)
+def _cut(row, begin, end, compact_start, compact_length, kv_heads, one_query, threads):
+    """The tasks' columns, where each request's begin, each thread's share of them, and how many heads are together.
+
+    Compiled, because it is done anew in each step, and each of an interpreter's steps is slow once weights have
+    gone through the caches.
+    """
+    compact_runs = (compact_length + COMPACT_PER_TASK - 1) // COMPACT_PER_TASK
+    runs = (end - begin + KEYS_PER_TASK - 1) // KEYS_PER_TASK
+    for i in range(len(row)):
+        if compact_runs[i] + runs[i] == 0:
+            runs[i] = 1
+    together = 1
+    if one_query:
+        most_heads = min(HEADS_PER_TASK, runs.sum() * kv_heads // (TASKS_PER_THREAD * threads))
+        for n in range(2, most_heads + 1):
+            if kv_heads % n == 0:
+                together = n
+    first = np.zeros(len(row) + 1, np.int64)
+    first[1:] = np.cumsum(compact_runs * kv_heads + runs * (kv_heads // together))
+    tasks = np.empty((6, first[-1]), np.int64)
+    place = 0
+    for i in range(len(row)):
+        # Of the compact buffer, head by head; of the page table, runs in the order of memory.
+        for head in range(kv_heads):
+            for run in range(compact_runs[i]):
+                start = compact_start[i] + run * COMPACT_PER_TASK
+                stop = min(start + COMPACT_PER_TASK, compact_start[i] + compact_length[i])
+                _note(tasks, place, -1, i, head, 1, start, stop)
+                place += 1
+        for run in range(runs[i]):
+            start = begin[i] + run * KEYS_PER_TASK
+            stop = min(start + KEYS_PER_TASK, end[i])
+            for head in range(0, kv_heads, together):
+                _note(tasks, place, row[i], i, head, together, start, stop)
+                place += 1
+    _, _, _, heads, start, stop = tasks
+    shares = _share(heads * (stop - start + TASK_IN_KEYS), threads)
+    return tasks[0], tasks[1], tasks[2], heads, start, stop, first, shares, together
+
+
+@njit(**LOOPS)
+def _note(tasks, place, row, request, head, heads, start, stop):
+    for column, value in enumerate((row, request, head, heads, start, stop)):
+        tasks[column, place] = value
+
+
+@njit(**LOOPS)
+def _share(work, threads):
     """[threads + 1] int64: cuts of a list of tasks so that the parts are about the same work."""
-    done = np.concatenate([[0], np.cumsum(work)])
-    wanted = np.linspace(0, done[-1], threads + 1)
-    return np.searchsorted((done[1:] + done[:-1]) / 2, wanted).astype(np.int64)
+    cuts, total, done, place = np.zeros(threads + 1, np.int64), work.sum(), 0, 0
+    for thread in range(threads + 1):
+        # The first whose middle is not before this thread's beginning.
+        while place < len(work) and (2 * done + work[place]) * threads < 2 * total * thread:
+            done += work[place]
+            place += 1
+        cuts[thread] = place
+    return cuts
 
 
 def paged_attention_reference(
