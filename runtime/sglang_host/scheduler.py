@@ -388,6 +388,7 @@ class FathomScheduler(Scheduler):
             "slow_fast": None if (state := self.tp_worker.slow_fast) is None else state.report(),
             "steps": dict(self.tp_worker.ledger.totals),
             "open_accounts": len(self.tp_worker.ledger),
+            "waiting_requests": len(self.waiting_queue),
         }
 
     def _lacking(self) -> dict[str, str]:

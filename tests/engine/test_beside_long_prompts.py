@@ -40,9 +40,6 @@ def test_short_prompts_are_answered_beside_a_long_one(server, policy):
     """Also behind another long one. Each answer is what it is without the others."""
     rng = random.Random(str(policy))
 
-    def waiting():
-        return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
-
     long = [asked(rng, policy, LONG, 4) for _ in range(2)]
     short = [asked(rng, policy, length, 1) for length in (5, 30, 17, 31)]
     with ThreadPoolExecutor(len(long)) as pool:
@@ -50,7 +47,7 @@ def test_short_prompts_are_answered_beside_a_long_one(server, policy):
             first = pool.submit(ask, server, long[0])
             wait_until(lambda: first.done() or server.engine()["open_accounts"])
             second = pool.submit(ask, server, long[1])
-            wait_until(lambda: first.done() or waiting())
+            wait_until(lambda: first.done() or server.engine()["waiting_requests"])
             answers = [ask(server, body) for body in short]
             assert not first.done()
         answers += [first.result(), second.result()]

@@ -121,16 +121,13 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
             lambda: server.engine()["open_accounts"] == len(begun) or any(each.done() for each in begun)
         )
 
-    def waiting():
-        return server.client.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"]
-
     begun = []
     with ThreadPoolExecutor(QUEUED + 3) as pool:
         with slowed(server, 0.1):
             for priority in range(0, 2 * QUEUED, 2):
                 let_in(priority)
             late = pool.submit(ask, 0, 4)
-            wait_until(lambda: waiting() == QUEUED)
+            wait_until(lambda: server.engine()["waiting_requests"] == QUEUED)
             urgent = pool.submit(ask, 1, 4)
             wait_until(late.done)
             refused = ask(1, 4)  # no more urgent than who waits and has not run
@@ -164,8 +161,8 @@ def test_nobody_makes_room_for_who_waits_for_a_long_prompt(start_server, tiny_mo
         return reply.json()
 
     def came():
-        load = server.client.get("/v1/loads").json()["loads"][0]
-        return load["num_waiting_reqs"] + server.engine()["open_accounts"]
+        engine = server.engine()
+        return engine["waiting_requests"] + engine["open_accounts"]
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         with slowed(server, 0.1):
