@@ -18,11 +18,13 @@ from fathom.server.refusals import (
     RequestError,
     refuse_encoded,
     refuse_illegal,
+    refuse_instances,
     refuse_unanswerable,
     schema_of_answer,
 )
 from fathom.server.responses import STORED
 from fathom.server.routes import (
+    CORPUS_ROUTES,
     GENERATE,
     GENERATES,
     GENERATION_ROUTES,
@@ -33,6 +35,7 @@ from fathom.server.routes import (
     PROBES,
     RESPONSES,
     TEXT_ROUTES,
+    VERTEX,
     WEIGHT_ROUTES,
     error_body,
     path_of,
@@ -49,6 +52,7 @@ PACKED = (
     "start the server again with the new model"
 )
 
+NO_CORPUS = "external corpora are for drafting from n-grams, which this server does not do"
 
 UNREADABLE = (
     "this server has no tokenizer (--skip-tokenizer-init), so that it can read no text and write none; "
@@ -86,6 +90,8 @@ class PolicyMiddleware:
             await self._app(as_json(scope), receive, send)
         elif path in WEIGHT_ROUTES and self._face.packed_weights:
             await send_error(path, RequestError(400, PACKED), send)
+        elif path in CORPUS_ROUTES:
+            await send_error(path, RequestError(400, NO_CORPUS), send)
         else:
             await self._app(scope, receive, send)
 
@@ -191,7 +197,7 @@ def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[byt
 
 
 def refuse_by_default(path: str, body: bytes) -> None:
-    """Refuse a policy where none can be asked for, and what Ollama's routes would pass over.
+    """Refuse a policy where none can be asked for, what Ollama's routes pass over, and what Vertex AI's fails on.
 
     What is no JSON object, the route refuses itself.
     """
@@ -206,6 +212,8 @@ def refuse_by_default(path: str, body: bytes) -> None:
         raise RequestError(400, f"fathom cannot be had on this route; it can on {asked}", "fathom")
     if path in OLLAMA:
         refuse_unanswerable(content)
+    if path == VERTEX:
+        refuse_instances(content)
 
 
 def as_json(scope: Scope) -> Scope:

@@ -89,6 +89,8 @@ class FathomOllamaServing(OllamaServing):
             prompt = await aside(render) if long else render()
         except jinja2.TemplateError as error:
             return _refusal(ValueError(f"the chat template does not take these messages: {error}"))
+        except ValueError as error:  # the model has none
+            return _refusal(error)
         sampling = self._convert_options_to_sampling_params(with_format(request).options)
         asked = GenerateReqInput(input_ids=prompt, sampling_params=sampling, stream=request.stream)
         answer = self._stream_chat_response if request.stream else self._generate_chat_response

@@ -1,11 +1,15 @@
 """What the JSON object of a generation request may not ask for, whatever its policy."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
+from sglang.srt.managers.io_struct import GenerateReqInput
 
+from fathom.server.errors import describe
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 
 INTERNAL_FIELDS = (
@@ -62,6 +66,10 @@ READS = {
     GENERATE: tuple(f"sampling_params.{name}" for name in _SGLANGS),
 }
 """Those that a route reads."""
+
+_FORM = TypeAdapter(GenerateReqInput)
+PROMPTS = ("text", "input_ids", "input_embeds")
+"""What instances of Vertex AI's route are made of: the first of these that the first instance has."""
 
 WITHOUT_EFFECT = ("tools", "images", "suffix", "template", "context", "logprobs")
 """Members of Ollama's requests."""
@@ -213,6 +221,29 @@ def refuse_unanswerable(content: dict[str, Any]) -> None:
         for holder in holders if name == "images" else [content]:
             if isinstance(holder, dict) and holder.get(name):
                 raise RequestError(400, f"{name} cannot be had on this route; it may on {CHAT}", name)
+
+
+def refuse_instances(content: dict[str, Any]) -> None:
+    """Refuse what SGLang's route for Vertex AI fails on: parameters that its form lacks, or of a wrong type.
+
+    What are no instances or parameters at all, the route refuses itself.
+    """
+    instances, given = content.get("instances"), content.get("parameters") or {}
+    if not isinstance(given, dict) or not isinstance(instances, list):
+        return
+    if not instances or not all(isinstance(instance, dict) for instance in instances):
+        return
+    legal = {field.name for field in dataclasses.fields(GenerateReqInput)} - {*PROMPTS, "image_data"}
+    for name in given:
+        if name not in legal:
+            known = f"legal are {GENERATE}'s fields but those of instances, such as sampling_params"
+            raise RequestError(400, f"parameters must not have {name[:40]!r}; {known}", "parameters")
+    prompts = {name: [each.get(name) for each in instances] for name in PROMPTS if instances[0].get(name)}
+    first = dict([*prompts.items()][:1])
+    try:
+        _FORM.validate_json(orjson.dumps(given | first), strict=True)
+    except ValidationError as error:
+        raise RequestError(400, describe([*map(dict, error.errors())])) from error
 
 
 def schema_of_answer(content: dict[str, Any]) -> str:

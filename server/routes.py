@@ -18,12 +18,8 @@ OLLAMA = (
 )
 OLLAMA_API = "/api/"
 OLLAMA_SHOW = os.environ.get("SGLANG_OLLAMA_SHOW_ROUTE", "/api/show")
-GENERATES = (
-    *GENERATION_ROUTES,
-    *OLLAMA,
-    "/invocations",
-    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
-)
+VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
+GENERATES = (*GENERATION_ROUTES, *OLLAMA, "/invocations", VERTEX)
 """All routes that generate; those beside the first ones run under the server's default policy."""
 
 TEXT_ROUTES = (
@@ -43,6 +39,9 @@ WEIGHT_ROUTES = (
     "/weights_checker",
 )
 """SGLang's routes that change the weights or read them."""
+
+CORPUS_ROUTES = ("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora")
+"""SGLang's routes for a way of drafting that there is not here."""
 
 OTHER = "other"  # label of a generation that came in by a route outside this list
 

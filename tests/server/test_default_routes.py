@@ -6,7 +6,7 @@ import pytest
 from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.config import Policy
-from fathom.server.routes import GENERATES, GENERATION_ROUTES, OLLAMA, OLLAMA_SHOW
+from fathom.server.routes import CORPUS_ROUTES, GENERATES, GENERATION_ROUTES, OLLAMA, OLLAMA_SHOW, VERTEX
 
 BY_DEFAULT = [*(set(GENERATES) - set(GENERATION_ROUTES)), "/api/chat/"]
 
@@ -54,6 +54,73 @@ def test_a_body_that_is_not_called_json_is_the_clients_mistake(server):
         reply = server.client.post(path, content=b'{"model": "m"}')
         assert reply.status_code == 400, reply.text
         assert reply.json()["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("name", ["temperature", "fathom", "text", "x" * 900])
+def test_a_parameter_that_vertex_ais_route_does_not_know(client, name):
+    """SGLang's fails on it."""
+    caller = client((0, b"{}"))
+    reply = caller.call(VERTEX, {"instances": [{"text": "a"}], "parameters": {"stream": False, name: 1}})
+    assert reply.status == 400 and not caller.inner.bodies
+    assert reply.json["message"].startswith(f"parameters must not have {name[:40]!r}")
+    assert "sampling_params" in reply.json["message"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"sampling_params": {"max_new_tokens": 2}}, None),
+        ({"sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}]}, None),
+        (None, None),
+        ({"temperature": 0}, "parameters must not have 'temperature'"),
+        ({"sampling_params": [1.5]}, "sampling_params.0: Input should be"),
+        ({"sampling_params": 5}, "sampling_params: Input should be"),
+        ({"rid": 3}, "rid: Input should be"),
+        ([1], "parameters: Input should be"),
+    ],
+)
+def test_parameters_of_vertex_ais_route(server, parameters, told):
+    instances = [{"text": "A page."}, {"text": "Another page."}]
+    reply = server.client.post(VERTEX, json={"instances": instances, "parameters": parameters})
+    if told is None:
+        assert reply.status_code == 200 and len(reply.json()["predictions"]) == len(instances)
+    else:
+        assert reply.status_code == 400 and told in reply.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("instances", "status"),
+    [
+        ([{"input_ids": [5, 6]}, {"input_ids": [7]}], 200),
+        ([], 200),
+        ([{"text": 3.5}], 400),
+        ([{"text": "A page."}, {"text": {}}], 400),
+        ([{"text": "A page."}, {}], 400),
+        ([{"input_ids": ["a"]}], 400),
+        ([{}], 400),
+        (["A page."], 400),
+        ({"text": "A page."}, 400),
+        (None, 400),
+    ],
+)
+def test_instances_of_vertex_ais_route(server, instances, status):
+    body = {"instances": instances, "parameters": {"sampling_params": {"max_new_tokens": 2}}}
+    reply = server.client.post(VERTEX, json=body)
+    assert reply.status_code == status, reply.text
+    if status == 400:
+        error = reply.json()
+        assert any(name in str(error) for name in ("text", "input_ids", "instances"))
+
+
+@pytest.mark.parametrize("path", CORPUS_ROUTES)
+@pytest.mark.parametrize("raw", [b"{}", b"[1]", b'"auto"', b""])
+def test_there_are_no_external_corpora(path, raw, client):
+    """Whatever the body is: SGLang's route takes it for an object."""
+    caller = client((0, b"{}"))
+    for method in ("GET", "POST"):
+        reply = caller.call(path, raw, method)
+        assert reply.status == 400 and reply.json["message"].startswith("external corpora")
+    assert not caller.inner.bodies
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Ollama's routes of a running server: whole answers and streams of lines say the same, and how they ended."""
 
 import json
+import shutil
 
 import pytest
 
@@ -70,3 +71,14 @@ def test_a_refusal(server, path, form):
 def test_what_only_loads_the_model(server):
     answer = server.client.post("/api/chat", json={**CHAT, "messages": []}).json()
     assert answer["done"] and answer["done_reason"] == "load"
+
+
+def test_a_model_without_a_chat_template(start_server, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    server = start_server(model, "--max-total-tokens", "2000")
+    for stream in (False, True):
+        reply = server.client.post("/api/chat", json={**CHAT, "stream": stream})
+        assert reply.status_code == 400 and "chat_template is not set" in reply.json()["error"]
+    assert server.client.post("/api/generate", json={**COMPLETION, "options": OPTIONS}).status_code == 200
+    assert server.stop() == 0
