@@ -28,8 +28,9 @@ WIDTHS = 64, 32
 FEW_ROWS = 32
 """Up to so many rows this is faster than oneDNN's own product."""
 
-# Pairs of inputs whose sums stay in registers. With several tiles of rows, runs are short, and the last tile asks
-# for what comes later: by themselves, the processor's prefetchers rest while the other tiles are computed.
+# Pairs of inputs whose sums stay in registers. With several tiles of rows, runs are shorter, with two of them more
+# so, and the last tile asks for what comes later: by themselves, the processor's prefetchers rest while the other
+# tiles are computed.
 _LONG_RUN, _RUN, _SHORT_RUN, _AHEAD = 128, 32, 16, 32
 _ADD = 1
 

@@ -224,7 +224,9 @@ def refuse_unanswerable(content: dict[str, Any]) -> None:
 
 
 def refuse_instances(content: dict[str, Any]) -> None:
-    """Refuse what SGLang's route for Vertex AI fails on: parameters that its form lacks, or of a wrong type.
+    """Refuse what SGLang's route for Vertex AI fails on, parameters that its form lacks or of a wrong type.
+
+    So is what is not for clients on :data:`GENERATE`, whose form it is.
 
     What are no instances or parameters at all, the route refuses itself.
     """
@@ -238,12 +240,14 @@ def refuse_instances(content: dict[str, Any]) -> None:
         if name not in legal:
             known = f"legal are {GENERATE}'s fields but those of instances, such as sampling_params"
             raise RequestError(400, f"parameters must not have {name[:40]!r}; {known}", "parameters")
-    prompts = {name: [each.get(name) for each in instances] for name in PROMPTS if instances[0].get(name)}
-    first = dict([*prompts.items()][:1])
+    own = next((name for name in PROMPTS if instances[0].get(name)), None)
+    prompts = {own: [each.get(own) for each in instances]} if own else {}
     try:
-        _FORM.validate_json(orjson.dumps(given | first), strict=True)
+        _FORM.validate_json(orjson.dumps(given | prompts), strict=True)
     except ValidationError as error:
         raise RequestError(400, describe([*map(dict, error.errors())])) from error
+    _refuse_internal(given)
+    _refuse_private(given)
 
 
 def schema_of_answer(content: dict[str, Any]) -> str:

@@ -77,6 +77,9 @@ def test_a_parameter_that_vertex_ais_route_does_not_know(client, name):
         ({"sampling_params": 5}, "sampling_params: Input should be"),
         ({"rid": 3}, "rid: Input should be"),
         ([1], "parameters: Input should be"),
+        ({"lora_id": "a"}, "lora_id is not for clients"),
+        ({"sampling_params": {"stop_strs": ["a"]}}, "sampling_params.stop_strs is not for clients"),
+        ({"sampling_params": {"custom_params": {"fathom": {}}}}, "custom_params.fathom is reserved"),
     ],
 )
 def test_parameters_of_vertex_ais_route(server, parameters, told):
