@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tqdm import tqdm
 
 from fathom.benchmarks import plot_calibration
 from fathom.benchmarks.args import result_file
+from fathom.benchmarks.progress import progress
 from fathom.runtime import quantization
 from fathom.runtime.plan import PlanError, choose_span
 from fathom.server.checks import FAILURE, StartError, check_model, demo_model, one_line
@@ -151,9 +150,7 @@ def measure(model: str, prompts: list[list[int]], options: argparse.Namespace) -
     candidates = range(span, probe.layers, span)
     if not any(layer <= most for layer in candidates):
         raise StartError(f"no boundary between spans of {span} layers at or below layer {most}")
-    states = [
-        probe.final_states(prompt, candidates) for prompt in tqdm(prompts, unit="prompt", file=sys.stderr)
-    ]
+    states = [probe.final_states(prompt, candidates) for prompt in progress(prompts, unit="prompt")]
     distances = {layer: hidden_distance(*stack(states, layer)) for layer in candidates}
     best = recommend_layer(distances, most, options.tolerance)
     total = sum(map(len, prompts))

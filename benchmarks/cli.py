@@ -11,8 +11,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from fathom.benchmarks import (
     attached,
     combined,
@@ -28,6 +26,7 @@ from fathom.benchmarks.args import STARTED, check_attached, least_tokens, parser
 from fathom.benchmarks.failures import FAILURES, exit_code
 from fathom.benchmarks.measure import Bench, Turn, steps
 from fathom.benchmarks.model import Shape, draft_of, ensure, scrambled
+from fathom.benchmarks.progress import progress
 from fathom.benchmarks.prompts import Cell, Prompts, Settings, question_prompts, random_prompts
 from fathom.benchmarks.variants import KNOWN, VLLM, Place, Variant, asked_exact, with_flags
 
@@ -80,7 +79,7 @@ def start_all(
     """
     described = []
     started: dict[tuple[str, ...], servers.Server] = {}
-    for variant in tqdm(variants, desc="starting", unit="server"):
+    for variant in progress(variants, desc="starting", unit="server"):
         server = started.get(variant.command) if share else None
         if server is None:
             server = started[variant.command] = servers.start(running, variant, at, logs, limit)
@@ -122,7 +121,7 @@ def measure(
     names = [server.variant.name for server in running]
     bases = {server.variant.name for server in running if server.variant.dense}
     done: list[dict] = []
-    with tqdm(total=steps(cells, len(names), settings), unit="turn", desc="measuring") as bar:
+    with progress(total=steps(cells, len(names), settings), unit="turn", desc="measuring") as bar:
 
         def advance(label: str) -> None:
             bar.set_postfix_str(label, refresh=False)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import httpx
-from tqdm import tqdm
 
 from fathom.benchmarks import fidelity_files, fidelity_report, liveness, report, servers, stats
 from fathom.benchmarks.attached import attach
@@ -24,6 +23,7 @@ from fathom.benchmarks.fidelity_args import BASELINE, Cell, Grid, grid, parse
 from fathom.benchmarks.fidelity_checks import check
 from fathom.benchmarks.fidelity_client import Item, ask_all
 from fathom.benchmarks.fidelity_report import Results, Scored
+from fathom.benchmarks.progress import progress
 from fathom.benchmarks.usage import Sampler
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
 from fathom.demo.corpus import Sample, eval_samples, prompt_ids
@@ -67,7 +67,7 @@ def _with_system(sample: Sample, system: str, tokenizer) -> Sample:
 def questions(todo: Grid, tokenizer, system: str = "") -> Questions:
     """All questions by cell: the same for every policy."""
     found: Questions = {}
-    for cell in tqdm(todo.cells, desc="writing documents", unit="cell", leave=False):
+    for cell in progress(todo.cells, desc="writing documents", unit="cell", leave=False):
         samples = eval_samples(cell.task, cell.context, todo.samples, todo.seed, tokenizer)
         lengths = [len(tokenizer(s.answer, add_special_tokens=False)["input_ids"]) for s in samples]
         found[cell] = [
@@ -132,7 +132,7 @@ class Asker:
             for policy in self.policies:  # not counted: refusals come before the long wait, kernels get warm
                 await self.turn(client, policy, self.asked[todo.cells[0]][:1])
             deadline = time.monotonic() + 60 * self.minutes
-            with tqdm(total=total, unit="answer", desc="asking") as bar:
+            with progress(total=total, unit="answer", desc="asking") as bar:
                 for number, cell, start in self._turns(block):
                     for name in stats.order(list(policies), number):
                         if time.monotonic() > deadline:

@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx
 import psutil
-from tqdm import tqdm
 
 from fathom.benchmarks import liveness, report, servers, stats, usage
 from fathom.benchmarks.args import named_policy, result_file
 from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.failures import FAILURES, exit_code
 from fathom.benchmarks.fidelity import load_tokenizer
+from fathom.benchmarks.progress import progress
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, filled, with_body, with_flags
 from fathom.demo.corpus import eval_samples
@@ -185,7 +185,7 @@ class Soak:
 
     def _numbers(self) -> Iterator[int]:
         number, end = 0, time.monotonic() + 60 * (self.args.minutes or 0)
-        with tqdm(total=self.args.requests, unit="request", desc="soaking") as bar:
+        with progress(total=self.args.requests, unit="request", desc="soaking") as bar:
             while number < self.args.requests if self.args.requests else time.monotonic() < end:
                 yield number
                 number += 1
