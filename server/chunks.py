@@ -1,9 +1,10 @@
 """Streams whose events have several tokens, as drafting and stream intervals make them, or none.
 
 SGLang's parsers of tool calls take one step for each event of a stream and never come to what is left at its end:
-calls lose their arguments. Some of its parsers give each block of calls the number 0, and clients take all of them
-for one. Its chats give all tokens of an event the alternatives of the first, and leave out the
-log-probabilities of tokens whose text waits for the next one: a character may be spread over several.
+calls lose their arguments. Some of its parsers give each block of calls the number 0, or a call the place of its
+tool among all tools, and clients take several calls for one or wait for those before. Its chats give all tokens of
+an event the alternatives of the first, and leave out the log-probabilities of tokens whose text waits for the next
+one: a character may be spread over several.
 """
 
 from collections.abc import AsyncIterator
@@ -26,7 +27,7 @@ def install_parsers() -> None:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.function_call.json_array_parser import JsonArrayParser
 
-    one_step = FunctionCallParser.parse_stream_chunk
+    one_step, at_the_end = FunctionCallParser.parse_stream_chunk, FunctionCallParser.parse_stream_end
     one_step_of_json = JsonArrayParser.parse_streaming_increment
 
     def all_steps(self: Any, chunk_text: str) -> tuple[str, list[Any]]:
@@ -36,6 +37,10 @@ def install_parsers() -> None:
             if not more and not further:
                 break
             text, calls = (text or "") + (more or ""), [*calls, *further]
+        return text, numbered(self, calls)
+
+    def numbered_at_the_end(self: Any) -> tuple[str, list[Any]]:
+        text, calls = at_the_end(self)
         return text, numbered(self, calls)
 
     def all_steps_of_json(self: Any, new_text: str, tools: Any) -> Any:
@@ -49,18 +54,19 @@ def install_parsers() -> None:
         return result
 
     FunctionCallParser.parse_stream_chunk = all_steps
+    FunctionCallParser.parse_stream_end = numbered_at_the_end
     JsonArrayParser.parse_streaming_increment = all_steps_of_json
 
 
 def numbered(parser: Any, calls: list[Any]) -> list[Any]:
-    """Parts of calls, where each that has a name gets a number of its own."""
-    told, shift = getattr(parser, "numbers", (-1, 0))
+    """Parts of calls, each with its call's place in the answer; that with a name is the first of its call."""
+    begun, places = getattr(parser, "places", (0, {}))
     for call in calls:
-        if call.name and call.tool_index + shift <= told:
-            shift = told + 1 - call.tool_index
-        call.tool_index += shift
-        told = max(told, call.tool_index)
-    parser.numbers = told, shift
+        if call.name or call.tool_index not in places:
+            places = places | {call.tool_index: begun}
+            begun += 1
+        call.tool_index = places[call.tool_index]
+    parser.places = begun, places
     return calls
 
 

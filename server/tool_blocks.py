@@ -330,7 +330,7 @@ def goes_on(self: Any, rest: str) -> bool:
 
 
 def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
-    """SGLang's for an answer that is not streamed, whose text is what a stream says.
+    """SGLang's for an answer that is not streamed, whose text is what a stream says; calls are numbered in order.
 
     Where it finds no calls, as in a block without an end, those that are whole in a stream. Of malformed calls some
     parsers tell all of the answer, or nothing that is behind them.
@@ -340,8 +340,10 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     text, calls = _whole(self, full_text)
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
     calls = calls or complete([*found, *more], {tool.function.name for tool in self.tools})
-    if calls or isinstance(self.detector, (*OF_JSON, CohereCommand4Detector)):
+    if calls or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
         text = ((said or "") + rest).strip()
+    for number, call in enumerate(calls):
+        call.tool_index = number
     return text, calls
 
 

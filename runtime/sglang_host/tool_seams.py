@@ -125,8 +125,8 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SERVER,
         "function_call.function_call_parser:FunctionCallParser.parse_stream_end",
-        "read",
-        "asks the detector for what it has kept",
+        "replace",
+        "asks the detector for what it has kept; its calls go on with the numbers of those before",
         "",
         reads_attributes("detector finish"),
     ),

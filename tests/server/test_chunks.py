@@ -48,6 +48,7 @@ def parsers():
     with pytest.MonkeyPatch.context() as patch:
         for kind, method in (
             (FunctionCallParser, "parse_stream_chunk"),
+            (FunctionCallParser, "parse_stream_end"),
             (JsonArrayParser, "parse_streaming_increment"),
         ):
             patch.setattr(kind, method, getattr(kind, method))  # put back at the end
@@ -80,6 +81,7 @@ def test_calls_are_whole_in_events_of_any_size(parsers, form, count, cuts):
             name, given_ = seen.get(call.tool_index, ("", ""))
             seen[call.tool_index] = name + (call.name or ""), given_ + call.parameters
     assert [(name, json.loads(given_)) for name, given_ in seen.values()] == CALLS[:count]
+    assert list(seen) == list(range(count))
 
 
 @pytest.mark.parametrize("several", [1, 2])

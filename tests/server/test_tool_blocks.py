@@ -16,7 +16,7 @@ from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: 
 from fathom.server import chunks, glm_calls, tool_arguments, tool_blocks  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-TOOLS = [Tool(type="function", function={"name": name, "parameters": SCHEMA}) for name in ("fun", "gun")]
+TOOLS = [Tool(type="function", function={"name": name, "parameters": SCHEMA}) for name in ("gun", "fun")]
 CALLS = [("fun", {"a": "x y", "b": 1}), ("gun", {"a": "z"})]
 
 
@@ -251,6 +251,7 @@ def ours():
                 patch.setattr(*place)
         for place in (
             (FunctionCallParser, "parse_stream_chunk"),
+            (FunctionCallParser, "parse_stream_end"),
             (JsonArrayParser, "parse_streaming_increment"),
         ):
             patch.setattr(*place, getattr(*place))
@@ -262,6 +263,7 @@ def whole(parser, text):
     """As SGLang's chats read an answer that is not streamed."""
     read = FunctionCallParser(TOOLS, parser)
     said, calls = read.parse_non_stream(text) if read.has_tool_call(text) else (text, [])
+    assert [call.tool_index for call in calls] == list(range(len(calls)))
     return said.split(), [(call.name, json.loads(call.parameters)) for call in calls]
 
 
@@ -297,6 +299,15 @@ def test_a_stream_is_the_answer(parser, texts):
     assert said == "".join(told).split()
     for pieces in cut(text):
         assert streamed(parser, pieces) == (said, calls), pieces
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_calls_alone_have_no_text(parser):
+    text = FORMS[parser]("", "", "")
+    for pieces in cut(text):
+        read = FunctionCallParser(TOOLS, parser)
+        told = [*map(read.parse_stream_chunk, pieces), read.parse_stream_end()]
+        assert "".join(said or "" for said, _ in told) == "", pieces
 
 
 @pytest.mark.parametrize("text", ["a < b, [1] c", "a <", "if x[0] < 3 {", "[f b", 'It is {"a": 1} so far'])
@@ -336,10 +347,14 @@ def test_a_call_without_arguments_has_none(parser):
         assert streamed(parser, pieces) == whole(parser, text) == expected, pieces
 
 
-@pytest.mark.parametrize("parser", ["qwen25", "hermes", "cohere_command4"])
+@pytest.mark.parametrize(
+    "parser",
+    ["qwen25", "hermes", "cohere_command4", "deepseekv3", "deepseekv31", "interns1", "mimo", "step3"],
+)
 def test_text_around_what_is_no_call_is_told(parser):
     detector = FunctionCallParser(TOOLS, parser).detector
-    text = f"a {detector.bot_token} no JSON {detector.eot_token} b"
+    marks = tool_blocks.BLOCKS.get(type(detector)) or (detector.bot_token, detector.eot_token)
+    text = f"a {marks[0]} no JSON {marks[1]} b"
     for pieces in cut(text):
         assert streamed(parser, pieces) == whole(parser, text) == (["a", "b"], []), pieces
 
