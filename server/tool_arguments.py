@@ -9,12 +9,16 @@ quotes, those within texts too, after which a text that holds such a dictionary 
 Of Mistral's calls in one array SGLang streams the first, and the others as text; an array right behind its mark, as
 tokenizers without leading blanks have it, is neither call nor text to it; and it takes every ``]`` out of an answer
 without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
-Python), SGLang looks for its end from its beginning, with each piece.
+Python), SGLang looks for its end from its beginning, with each piece. A call in Python with a negative number it
+leaves out, one with a bracket in a text it does not find in a stream, and of one with 30 arguments and no end its
+search takes minutes.
 
 Some of SGLang's parsers drop a text that comes in one piece with the call behind it, as where a step puts out
 several tokens.
 """
 
+import ast
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +37,13 @@ _increment = Llama32Detector.parse_streaming_increment
 _mistrals = MistralDetector.parse_streaming_increment
 _whole_mistrals = MistralDetector.detect_and_parse
 _pythonic = PythonicDetector.parse_streaming_increment
+_literal = PythonicDetector._get_parameter_value
+_init_pythonic = PythonicDetector.__init__
+CALL = re.compile(r"\[\s*[A-Za-z_]\w*\(")
+ALL = re.compile(".*", re.DOTALL)
+BRACKETS = re.compile(r"[\[\]]")
+OF_CALLS = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]]""", re.DOTALL)
+"""Brackets, and texts in Python, the last one without its end too."""
 
 
 def text_first(increment: Increment) -> Increment:
@@ -130,6 +141,50 @@ def of_python(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     return whole_or_nothing(self, _pythonic, new_text, tools)
 
 
+class Lists:
+    """In the place of SGLang's pattern for a list of calls, whose search takes twice as long for each further
+    argument of a call without an end; and brackets within texts count for it.
+
+    It finds what a stream does.
+    """
+
+    @staticmethod
+    def search(text: str) -> re.Match[str] | None:
+        """The first list of calls that has an end."""
+        begin = text.find("[")
+        while begin >= 0 and (end := end_of_list(text, begin)) >= 0:
+            if CALL.match(text, begin):
+                return ALL.match(text, begin, end + 1)
+            begin = text.find("[", end)
+        return None
+
+
+def end_of_list(text: str, begin: int) -> int:
+    """Where the bracket is that closes one; -1 for nowhere. Of calls, brackets within texts are none."""
+    depth = 0
+    for found in (OF_CALLS if CALL.match(text, begin) else BRACKETS).finditer(text, begin):
+        depth += {"[": 1, "]": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    return -1
+
+
+def with_lists(self: Any) -> None:
+    """SGLang's parser for calls in Python, with our search for them."""
+    _init_pythonic(self)
+    self.tool_call_regex = Lists
+
+
+def closing_bracket(self: Any, buffer: str, start: int) -> int:
+    """As SGLang's."""
+    return end_of_list(buffer, start)
+
+
+def literal(self: Any, value: ast.expr) -> Any:
+    """SGLang's for the value of an argument that is Python, or of a number with a sign."""
+    return ast.literal_eval(value) if isinstance(value, ast.UnaryOp) else _literal(self, value)
+
+
 def waits(self: Any, new_text: str, closing: str) -> bool:
     """Whether a call that had no end yet has none with this text either, which is kept then."""
     if not getattr(self, "unended", False) or any(mark in new_text for mark in closing):
@@ -187,6 +242,9 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (MistralDetector, "parse_streaming_increment", of_mistral),
     (MistralDetector, "detect_and_parse", of_whole_mistral),
     (PythonicDetector, "parse_streaming_increment", of_python),
+    (PythonicDetector, "__init__", with_lists),
+    (PythonicDetector, "_find_matching_bracket", closing_bracket),
+    (PythonicDetector, "_get_parameter_value", literal),
 )
 """SGLang's, and what we put there."""
 

@@ -228,6 +228,66 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.pythonic_detector:PythonicDetector._get_parameter_value",
+        "replace",
+        "reads the value of an argument, whose error leaves its call out",
+        "val",
+    ),
+    relies_on(
+        SERVER,
+        "function_call.dots_detector:DotsToolDetector.__init__",
+        "replace",
+        "keeps the pattern that a block of calls is searched for with, and strips what it finds",
+        "",
+        reads_attributes("func_call_regex"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.ling3_detector:Ling3Detector.__init__",
+        "replace",
+        "keeps the pattern of a call, which is a class member where a call may have no end",
+        "",
+        reads_attributes("func_detail_regex"),
+    ),
+    *(
+        relies_on(
+            SERVER,
+            f"function_call.kimik3_detector:KimiK3Detector.{function}",
+            "replace",
+            f"finds calls, or their arguments, by the module's `{name}`",
+            arguments,
+            reads_global(name),
+        )
+        for function, arguments, name in (
+            ("_parse_calls", "section", "_CALL_RE"),
+            ("_decode_call", "attrs body", "_ARG_RE"),
+        )
+    ),
+    relies_on(
+        SERVER,
+        "function_call.internlm_detector:InternlmDetector.detect_and_parse",
+        "replace",
+        "finds blocks of calls by the module's `re`, and strips them",
+        "text tools",
+        reads_global("re"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.pythonic_detector:PythonicDetector.__init__",
+        "replace",
+        "keeps the pattern that a list of calls is searched for with",
+        "",
+        reads_attributes("tool_call_regex"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.pythonic_detector:PythonicDetector._find_matching_bracket",
+        "replace",
+        "says where a list in a stream ends",
+        "buffer start",
+    ),
+    relies_on(
+        SERVER,
         "function_call.base_format_detector:BaseFormatDetector.parse_streaming_increment",
         "call",
         "reads a call behind a separator, where there was one before",
