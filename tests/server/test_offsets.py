@@ -38,6 +38,7 @@ def test_a_token_is_where_it_is_said_to_be(server, more):
 
 
 VOCABULARY = [b"a", b" the", b"\xe5", b"\xad\x97", b"\xad", b"\x97 b", b"<end>", b"the"]
+VOCABULARY += [b"\xe5\xad\x97", b"\x97\xe5"]  # all of a character; the end of one and the begin of the next
 
 
 def decode(ids):
@@ -56,6 +57,8 @@ def entries(ids):
         ([2, 4, 5, 0], [0, 0, 0, 3]),
         ([0, 6, 1], [0, 1, 1]),
         ([2, 0], [0, 1]),
+        ([2, 3, 8], [0, 0, 1]),
+        ([2, 4, 9, 3], [0, 0, 0, 1]),
     ],
 )
 def test_parts_of_characters_and_tokens_that_are_hidden(ids, offsets):
