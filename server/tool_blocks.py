@@ -370,7 +370,10 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     """
     streamed = copy.copy(self)
     streamed.detector = copy.deepcopy(self.detector)
-    text, calls = _whole(self, full_text)
+    try:
+        text, calls = _whole(self, full_text)
+    except RecursionError:  # more brackets within each other than Python reads
+        return full_text, []
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
     if not calls or isinstance(self.detector, PythonicDetector):  # which reads the first list alone
         calls = complete([*found, *more], {tool.function.name for tool in self.tools})
@@ -393,7 +396,7 @@ def complete(pieces: Iterable[ToolCallItem], names: Collection[str | None]) -> l
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

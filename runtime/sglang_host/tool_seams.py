@@ -9,7 +9,7 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "replace",
         "takes one step of a tool call, of a text or of none",
         "chunk_text",
-        reads_attributes("parse_streaming_increment"),
+        reads_attributes("detector parse_streaming_increment"),
     ),
     relies_on(
         SERVER,
@@ -262,6 +262,14 @@ TOOL_SEAMS: tuple[Seam, ...] = (
             ("_parse_calls", "section", "_CALL_RE"),
             ("_decode_call", "attrs body", "_ARG_RE"),
         )
+    ),
+    relies_on(
+        SERVER,
+        "function_call.lfm2_detector:_recovery_candidates",
+        "replace",
+        "mends quotes by the module's function, which reads all calls once for each quote",
+        "content",
+        reads_global("_escape_nested_quotes_in_strings"),
     ),
     relies_on(
         SERVER,

@@ -84,6 +84,15 @@ def test_calls_are_whole_in_events_of_any_size(parsers, form, count, cuts):
     assert list(seen) == list(range(count))
 
 
+def test_more_brackets_than_python_reads(parsers):
+    """In a call that a grammar makes: it has begun, and its stream goes on."""
+    text, parse = 2000 * "[" + 2000 * "]" + "}}]", parsers("json")
+    text = '[{"name": "weather", "parameters": {"city": ' + text
+    told = [parse(text[at : at + 50]) for at in range(0, len(text), 50)]
+    assert [call.name for _, calls in told for call in calls if call.name] == ["weather"]
+    assert not any(said for said, _ in told)
+
+
 @pytest.mark.parametrize("several", [1, 2])
 def test_a_character_of_several_tokens(server, several):
     turns = [{"role": "user", "content": "Where?"}]

@@ -16,6 +16,7 @@ torchvision_ops.declare()
 
 from partial_json_parser.core.options import Allow  # noqa: E402
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
+from sglang.srt.function_call import lfm2_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
@@ -236,6 +237,20 @@ def test_calls_in_python_are_told(lists, cuts, before, behind):
     assert said.split() == rest.split() == (before + behind).split()
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
     assert [(call.name, json.loads(call.parameters)) for call in whole] == calls
+
+
+@pytest.mark.parametrize("lines", [50, 2000])
+def test_a_text_with_quotes_in_quotes(with_ours, monkeypatch, lines):
+    """LFM2's parser tries each as the end of the text: of 2,000 lines more than a hundred million characters."""
+    read = []
+    parse = lfm2_detector.safe_ast_parse
+    monkeypatch.setattr(lfm2_detector, "safe_ast_parse", lambda text: read.append(len(text)) or parse(text))
+    with_ours()
+    code = "".join(f"print('x{i} = ', {i})\n" for i in range(lines))
+    parser = FunctionCallParser(TOOLS, "lfm2")
+    _, calls = parser.parse_non_stream(f"<|tool_call_start|>[f(a='{code}')]<|tool_call_end|>")
+    assert [json.loads(call.parameters) for call in calls] == ([{"a": code}] if lines == 50 else [])
+    assert 0 < sum(read) < tool_arguments.MOST_TRIED
 
 
 @pytest.mark.parametrize("arguments", [30, 20000])

@@ -345,6 +345,24 @@ def test_blanks_without_end_keep_nobody_waiting(parser):
             whole(parser, text[:stop] + blank * 30_000)
 
 
+@pytest.mark.parametrize(("bracket", "other"), [("[", ""), ('{"k":', ""), ("[", "]")])
+@pytest.mark.parametrize("parser", FORMS)
+def test_more_brackets_than_python_reads(parser, bracket, other):
+    """As of a model that writes nothing else any more: no answer ends by them, and the text before is told once."""
+    text = FORMS[parser]("Well: ", "", "").replace("'x y'", "@").replace('"x y"', "@").replace("x y", "@")
+    before, behind = text.split("@")
+    text = before + 2000 * bracket + 2000 * other + (behind if other else "")
+    assert FunctionCallParser(TOOLS, parser).parse_non_stream(text)[0].count("Well:") == 1
+    for size in (len(text), 50):
+        read = FunctionCallParser(TOOLS, parser)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        told = [*map(read.parse_stream_chunk, [*pieces, " more"]), read.parse_stream_end()]
+        said = "".join(part or "" for part, _ in told)
+        assert said.count("Well: ") == 1
+        if getattr(read.detector, "has_given_up", False):
+            assert said.endswith(" more") and said.count(bracket) <= text.count(bracket)
+
+
 @pytest.mark.parametrize("text", ["a < b, [1] c", "a <", "if x[0] < 3 {", "[f b", 'It is {"a": 1} so far'])
 @pytest.mark.parametrize("parser", FORMS)
 def test_a_text_without_calls_is_told_to_its_end(parser, text):
