@@ -27,7 +27,7 @@ from typing import Any
 
 import jiter
 from partial_json_parser.core.options import Allow
-from sglang.srt.function_call import base_format_detector, lfm2_detector
+from sglang.srt.function_call import base_format_detector, deepseekv32_detector, lfm2_detector
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.llama32_detector import Llama32Detector
@@ -248,8 +248,11 @@ def common_prefix(one: str, other: str) -> str:
 
 
 PLACES: tuple[tuple[Any, str, Any], ...] = (
-    (base_format_detector, "_partial_json_loads", read),
-    (base_format_detector, "_find_common_prefix", common_prefix),
+    *((module, "_partial_json_loads", read) for module in (base_format_detector, deepseekv32_detector)),
+    *(
+        (module, "_find_common_prefix", common_prefix)
+        for module in (base_format_detector, deepseekv32_detector)
+    ),
     (Llama32Detector, "parse_streaming_increment", text_first(increment)),
     (lfm2_detector, "_escape_nested_quotes_in_strings", mended),
     (MistralDetector, "parse_streaming_increment", of_mistral),

@@ -29,6 +29,20 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         )
         for name in ("_partial_json_loads", "_find_common_prefix")
     ),
+    *(
+        relies_on(
+            SERVER,
+            f"function_call.deepseekv32_detector:DeepSeekV32Detector.{function}",
+            "replace",
+            f"reads arguments by the module's `{name}`, ours, which does not go through all of them in Python",
+            arguments,
+            reads_global(name),
+        )
+        for function, arguments, name in (
+            ("parse_streaming_increment", "new_text tools", "_find_common_prefix"),
+            ("_parse_parameters_from_xml", "invoke_content allow_partial", "_partial_json_loads"),
+        )
+    ),
     relies_on(
         SERVER,
         "function_call.llama32_detector:Llama32Detector.parse_streaming_increment",

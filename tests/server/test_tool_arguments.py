@@ -16,7 +16,7 @@ torchvision_ops.declare()
 
 from partial_json_parser.core.options import Allow  # noqa: E402
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
-from sglang.srt.function_call import lfm2_detector  # noqa: E402
+from sglang.srt.function_call import deepseekv32_detector, lfm2_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
@@ -111,6 +111,18 @@ def test_a_long_call_in_pieces(with_ours, monkeypatch, parser, form):
     assert items_of(parser, text) == stock
     assert json.loads(arguments_in(stock)) == CALL["arguments"]
     assert 0 < len(asked) < len(stock) / 10
+
+
+def test_a_long_call_of_deepseek_in_pieces(with_ours, monkeypatch):
+    """The same items, without SGLang's comparison of all arguments with those before, a character at a time."""
+    inner = f'<｜DSML｜parameter name="path" string="true">{LINES}</｜DSML｜parameter>'
+    text = f'<｜DSML｜invoke name="write">{inner}</｜DSML｜invoke>'
+    text = f"<｜DSML｜function_calls>{text}</｜DSML｜function_calls>"
+    stock = items_of("deepseekv32", text)
+    monkeypatch.setattr(deepseekv32_detector, "_find_common_prefix", None)
+    with_ours()
+    assert arguments_in(items_of("deepseekv32", text)) == arguments_in(stock)
+    assert json.loads(arguments_in(stock)) == {"path": LINES.strip()}
 
 
 @pytest.mark.parametrize("form", ["<|python_tag|>{}", "{}", "{}; {}"])
