@@ -1,13 +1,15 @@
 """Protected spans under three chat templates, and under templates that defeat one way of finding them or all."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from fathom.server import spans
 from fathom.server.spans import HEADER, KINDS, SYSTEM, TOOL_RESULTS, TOOLS, find_spans
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
@@ -259,3 +261,36 @@ def test_any_content_is_covered(tokenizer, rules, result, template):
     written = json.dumps(result.strip(), ensure_ascii=False)[1:-1] if template == LLAMA else result.strip()
     assert written in "".join(prompt.texts(TOOL_RESULTS))
     assert prompt.texts(HEADER)[0].startswith("<|") and "Go on" not in prompt.texts(HEADER)[0]
+
+
+SPANS = st.tuples(st.integers(0, 12), st.integers(0, 12))
+
+
+@given(st.lists(SPANS, max_size=6))
+def test_spans_together_are_what_each_of_them_holds(found):
+    merged = spans._merge(found)
+    assert {i for span in merged for i in range(*span)} == {i for span in found for i in range(*span)}
+    assert all(start < stop for start, stop in merged)
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(merged))
+
+
+@example("bbab", "aaab", (0, 1))
+@settings(max_examples=500)
+@given(st.text("ab", max_size=8), st.text("ab", max_size=8), SPANS)
+def test_places_where_the_prompt_is_another_text(rendered, run, span):
+    """Each token is a character. What both texts begin or end with stays, and of the rest it is all."""
+    head, tail = 0, 0
+    while rendered[: head + 1] == run[: head + 1] and head < len(run):
+        head += 1
+    behind = [text[head:][::-1] for text in (rendered, run)]
+    while tail < min(map(len, behind)) and behind[0][tail] == behind[1][tail]:
+        tail += 1
+    end, shift = len(run) - tail, len(run) - len(rendered)
+    wanted = set()
+    for place in range(*span)[: max(0, len(rendered) - span[0])]:
+        inside = head <= place < len(rendered) - tail
+        wanted |= set(range(head, end)) if inside else {place if place < head else place + shift}
+    ids = ([ord(each) for each in text] for text in (rendered, run))
+    offsets = [(place, place + 1) for place in range(len(rendered))]
+    first, last = spans._Places(offsets, *ids).tokens(span)
+    assert wanted <= set(range(first, last)) <= wanted | set(range(head, end))
