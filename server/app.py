@@ -160,6 +160,7 @@ def launch(
         tool_arguments,
         tool_blocks,
         tool_calls,
+        tool_steps,
     )
     from fathom.server.drain import ServingTokenizerManager
 
@@ -211,6 +212,7 @@ def launch(
     offsets.install()
     control.install()
     tool_calls.install()
+    tool_steps.install()
     tool_arguments.install()
     glm_calls.install()
     tool_blocks.install()

@@ -11,7 +11,7 @@ tokenizers without leading blanks have it, is neither call nor text to it; and i
 without calls. Where nothing of a call can be told before it is closed (Mistral's compact form, and calls in
 Python), SGLang looks for its end from its beginning, with each piece. A call in Python with a negative number it
 leaves out, one with a bracket in a text it does not find in a stream, and of one with 30 arguments and no end its
-search takes minutes.
+search would take minutes.
 
 LFM2's parser mends a text in quotes that has such quotes in it by trying each as its end, and reads all of the
 calls each time.

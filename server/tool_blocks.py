@@ -4,8 +4,8 @@ Many of SGLang's parsers lose calls or text of a stream whose pieces are not sin
 accepted or a client asks for longer pieces, and tell half a mark as text. And of an answer that is not streamed
 most leave out the text behind the first call, which they stream.
 
-Some look for what is between marks by the blanks at its ends too, in a time that grows with their number squared or
-cubed: of 5,000 line ends in dots' format, a minute in which nobody is answered.
+Some look for what is between marks by the blanks at its ends too, in all ways to share these out: of 5,000 line
+ends in dots' format, half a minute in which nobody is answered.
 
 Here a call of the JSON formats (Qwen, Hermes) is given to SGLang's reader of JSON alone, without what is around
 it. Of other formats whose parsers are not sound a block of calls is told when it is closed, as SGLang's parser for

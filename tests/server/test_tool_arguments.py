@@ -18,11 +18,10 @@ from partial_json_parser.core.options import Allow  # noqa: E402
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
 from sglang.srt.function_call import deepseekv32_detector, lfm2_detector  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
-from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
 from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
 
-from fathom.server import chunks, glm_calls, tool_arguments, tool_blocks  # noqa: E402
+from fathom.server import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
 
 HALF = re.compile(r"\\u[dD][89abAB]..(\\(u([dD](.(.)?)?)?)?)?$")
 """The begin of a character that JSON may write as two: SGLang reads half of it, and we nothing."""
@@ -150,14 +149,8 @@ def test_a_call_of_a_llama_that_is_a_dictionary(with_ours):
 def ours_in_place():
     """For one example of hypothesis, which takes no fixture for it."""
     with pytest.MonkeyPatch.context() as patch:
-        for place in tool_arguments.PLACES + tool_blocks.PLACES:
+        for place in tool_arguments.PLACES + tool_blocks.PLACES + tool_steps.PLACES:
             patch.setattr(*place)
-        for kind, name in (
-            *((FunctionCallParser, f"parse_stream_{part}") for part in ("chunk", "end")),
-            (JsonArrayParser, "parse_streaming_increment"),
-        ):
-            patch.setattr(kind, name, getattr(kind, name))  # put back at the end
-        chunks.install_parsers()
         yield
 
 
@@ -253,7 +246,7 @@ def test_calls_in_python_are_told(lists, cuts, before, behind):
 
 @pytest.mark.parametrize("lines", [50, 2000])
 def test_a_text_with_quotes_in_quotes(with_ours, monkeypatch, lines):
-    """LFM2's parser tries each as the end of the text: of 2,000 lines more than a hundred million characters."""
+    """LFM2's parser tries each as the end of the text, and reads all of the calls for it."""
     read = []
     parse = lfm2_detector.safe_ast_parse
     monkeypatch.setattr(lfm2_detector, "safe_ast_parse", lambda text: read.append(len(text)) or parse(text))

@@ -13,9 +13,8 @@ torchvision_ops.declare()
 
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
-from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 
-from fathom.server import chunks, glm_calls, tool_arguments, tool_blocks  # noqa: E402
+from fathom.server import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
 
 TYPES = {"a": "string", "b": "integer", "c": "array", "d": "object", "e": "boolean", "f": "number"}
 SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
@@ -258,16 +257,9 @@ ENDS = ("gigachat3",)
 @pytest.fixture(scope="module", autouse=True)
 def ours():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tool_arguments, glm_calls, tool_blocks):
+        for module in (tool_arguments, glm_calls, tool_blocks, tool_steps):
             for place in module.PLACES:
                 patch.setattr(*place)
-        for place in (
-            (FunctionCallParser, "parse_stream_chunk"),
-            (FunctionCallParser, "parse_stream_end"),
-            (JsonArrayParser, "parse_streaming_increment"),
-        ):
-            patch.setattr(*place, getattr(*place))
-        chunks.install_parsers()
         yield
 
 
