@@ -1,6 +1,7 @@
 """A policy, and a schema, put into SGLang's request; and what cannot be had under a policy."""
 
 import copy
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -30,20 +31,25 @@ def refuse_prompt_outputs(obj: GenerateReqInput, policy: Policy) -> None:
     Raises:
         ValueError: naming what was asked for.
     """
-    sampling = obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params or {}]
-    beams = any((item.get("beam_width") or 1) > 1 for item in sampling)
+    beams = any((item.get("beam_width") or 1) > 1 for item in _listed(obj.sampling_params or {}))
     if beams and (policy.drops_tokens or policy.kv_retention_rate != 1):
         raise ValueError("beam search cannot be had under a policy that drops prompt tokens or their KV")
     if beams and policy.decode == "slow_fast":
         raise ValueError("beam search cannot be had together with decode slow_fast")
     if not policy.drops_tokens:
         return
-    asked = obj.return_logprob if isinstance(obj.return_logprob, list) else [obj.return_logprob]
-    starts = obj.logprob_start_len if isinstance(obj.logprob_start_len, list) else [obj.logprob_start_len]
-    if any(asked) and any(start is not None and start >= 0 for start in starts):
+    asked, starts = _listed(obj.return_logprob), _listed(obj.logprob_start_len)
+    each_its_own = len(asked) == len(starts)
+    prompts = zip(asked, starts, strict=True) if each_its_own else itertools.product(asked, starts)
+    if any(wanted and start is not None and start >= 0 for wanted, start in prompts):
         raise ValueError(_not_with("log-probabilities of the prompt", policy))
-    if obj.return_hidden_states:
+    if any(_listed(obj.return_hidden_states)):
         raise ValueError(_not_with("hidden states", policy))
+
+
+def _listed(value: Any) -> list[Any]:
+    """What each prompt of several has of its own, or what all have."""
+    return value if isinstance(value, list) else [value]
 
 
 def _not_with(what: str, policy: Policy) -> str:

@@ -104,7 +104,10 @@ class Asked:
     [
         ({"return_logprob": True, "logprob_start_len": 0}, "log-probabilities of the prompt"),
         ({"return_logprob": [False, True], "logprob_start_len": [-1, 3]}, "log-probabilities of the prompt"),
+        ({"return_logprob": True, "logprob_start_len": [-1, 3]}, "log-probabilities of the prompt"),
+        ({"return_logprob": [False, True], "logprob_start_len": 0}, "log-probabilities of the prompt"),
         ({"return_hidden_states": True}, "hidden states"),
+        ({"return_hidden_states": [False, True]}, "hidden states"),
     ],
 )
 def test_what_needs_every_prompt_token(members, what):
@@ -117,6 +120,14 @@ def test_what_needs_every_prompt_token(members, what):
     )
     refuse_prompt_outputs(Asked(**members), Policy("custom", kv_retention_rate=0.5))
     refuse_prompt_outputs(Asked(return_logprob=True), policy)
+
+
+def test_what_no_prompt_of_several_asks_for():
+    """Where a prompt's log-probabilities would begin counts for a prompt that asks for some."""
+    policy = Policy("custom", depth_cutoff=12)
+    refuse_prompt_outputs(Asked(return_logprob=[True, False], logprob_start_len=[-1, 0]), policy)
+    refuse_prompt_outputs(Asked(return_logprob=[False, False], logprob_start_len=0), policy)
+    refuse_prompt_outputs(Asked(return_hidden_states=[False, False]), policy)
 
 
 @pytest.mark.parametrize(
