@@ -374,15 +374,19 @@ def given_up(soak: Soak) -> dict[str, Any]:
 
 
 def table(soak: Soak) -> str:
-    """Outcomes by policy, in Markdown."""
+    """Outcomes by policy, in Markdown; the times of whole answers are those of requests that finished."""
     kinds = ("finished", "aborted", "refused", "failed")
-    lines = ["| policy | requests | " + " | ".join(kinds) + " | TTFT p50, s |", "|---" * 7 + "|"]
+    head = ("policy", "requests", *kinds, "TTFT p50, s", "answer p50, s", "longest, s")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in dict.fromkeys(case.policy for case, _ in soak.outcomes):
         found = [outcome for case, outcome in soak.outcomes if case.policy == name]
         counts = Counter(outcome.kind for outcome in found)
         first = [outcome.ttft for outcome in found if outcome.ttft is not None]
-        cells = [str(counts[kind]) for kind in kinds] + [f"{statistics.median(first):.2f}" if first else "–"]
-        lines.append(f"| {name} | {len(found)} | " + " | ".join(cells) + " |")
+        whole = [outcome.seconds for outcome in found if outcome.kind == "finished"]
+        times = (statistics.median, first), (statistics.median, whole), (max, whole)
+        shown = [f"{of(taken):.2f}" if taken else "–" for of, taken in times]
+        cells = [name, str(len(found)), *(str(counts[kind]) for kind in kinds), *shown]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

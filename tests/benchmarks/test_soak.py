@@ -279,6 +279,25 @@ def test_as_many_leave_as_were_asked_for(monkeypatch):
     assert moments[-1] < 2.0 and quarters == pytest.approx([0.5, 1.0, 1.5], abs=0.15)
 
 
+def test_times_of_the_table_are_those_of_whole_answers():
+    """Of the policy in the row; the first token also of who leaves later."""
+    dense, speed, kept = (Case(0, name, {}, [], 8) for name in ("dense", "speed", "kept"))
+    outcomes = [
+        (dense, Outcome("finished", seconds=2.0, ttft=0.5)),
+        (speed, Outcome("finished", seconds=9.0, ttft=3.0)),
+        (dense, Outcome("finished", seconds=4.5, ttft=1.0)),
+        (dense, Outcome("aborted", STAGES[1], seconds=8.0, ttft=0.75)),
+        (dense, Outcome("finished", seconds=2.5, ttft=1.5)),
+        (dense, Outcome("refused", seconds=30.0)),
+        (kept, Outcome("failed", "no whole answer", seconds=120.0)),
+    ]
+    assert soak.table(SimpleNamespace(outcomes=outcomes)).splitlines()[2:] == [
+        "| dense | 5 | 3 | 1 | 1 | 0 | 0.88 | 2.50 | 4.50 |",
+        "| speed | 1 | 1 | 0 | 0 | 0 | 3.00 | 9.00 | 9.00 |",
+        "| kept | 1 | 0 | 0 | 0 | 1 | – | – | – |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
