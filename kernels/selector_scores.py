@@ -222,7 +222,9 @@ def _mixture_kernel(
         u = (j - low).to(tl.float32) * per_span
         curve = tl.where(u > 0, tl.exp2(position_curve * _log2(tl.where(u > 0, u, 1.0), PTX)), 0.0)
         norm = tl.load(key_norms + at + j, mask=there, other=1.0)
-        exponent = tail_brake * _log2(tl.maximum(1 - u, 0.0) + epsilon, PTX) - position_decay * LOG2_E * curve
+        # 1 - u, and nothing at the last candidate: a product with a rounded 1 / n may miss 1.
+        rest = (high - 1 - j).to(tl.float32) * per_span
+        exponent = tail_brake * _log2(tl.maximum(rest, 0.0) + epsilon, PTX) - position_decay * LOG2_E * curve
         r = tl.where(there, tl.exp2(exponent - norm_decay * _log2(norm + epsilon, PTX)), 0.0)
         tl.store(evidence + at + j, f, mask=there)
         tl.store(prior + at + j, r, mask=there)
