@@ -24,6 +24,7 @@ from fathom.runtime.sglang_host.triton_attention import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 WIDER = 2, 3, 5
@@ -201,8 +202,9 @@ class DecodeGraphRunner(CountingGraphRunner):
         batch.mark_forward_metadata_ready()
         return batch
 
-    def logits(self, rows: Batch, compose: Callable[[], "ForwardBatch"]) -> torch.Tensor | None:
-        """Logits [rows, vocabulary] of several rows of each request, valid until the next replay.
+    def several(self, rows: Batch, compose: Callable[[], "ForwardBatch"]) -> "LogitsProcessorOutput | None":
+        """Logits [rows, vocabulary] of several rows of each request, and hidden states where a server has any,
+        valid until the next replay.
 
         For a pass within a step of SGLang's that is computed layer by layer.
 
@@ -219,7 +221,7 @@ class DecodeGraphRunner(CountingGraphRunner):
         try:
             if not self.takes(len(rows.rows), int(rows.lengths.sum()), int(rows.query[-1])):
                 return None
-            return self.execute(compose()).next_token_logits
+            return self.execute(compose())
         finally:
             self.attn_backend.given = None
             runner.device_timer = timer

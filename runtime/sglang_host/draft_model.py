@@ -192,7 +192,7 @@ class DraftModel:
                         self.runner, batch, wanted, lambda: self._look_at(ends, capture)
                     )
                 else:
-                    logits = passes.run(self.runner, batch)
+                    logits = passes.run(self.runner, batch).next_token_logits
         finally:
             self.backend.captured = None
         # Models that share a vocabulary may pad their tables to different sizes.

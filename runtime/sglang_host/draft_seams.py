@@ -101,6 +101,15 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "managers.scheduler_components.batch_result_processor:"
+        "SchedulerBatchResultProcessor._append_prefill_hidden_states",
+        "read",
+        "takes as many hidden states for a request as it has new tokens, or one, whatever was computed",
+        "req logits_output hidden_state_offset capture_hidden_mode extend_input_len store",
+        reads_attributes("hidden_states is_full is_last"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_executor.forward_context:forward_context",
         "call",
         "names the backend of a pass",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from fathom.runtime import staircase
 from fathom.runtime.plan import SCORED
@@ -88,20 +89,24 @@ class KeptForward(SpanForward):
         output = super().__call__(input_ids, positions, forward_batch, **options)
         forward_batch.return_logprob = wanted
         if self.drafted:
-            output.next_token_logits = self._split(output.next_token_logits)
+            self._split(output, forward_batch.capture_hidden_mode.is_last())
         return output
 
     def _may_want(self, forward_batch: Any) -> bool:
         # With drafted rows the logits have more rows than requests; nobody wants a prompt's log-probabilities then.
         return forward_batch.return_logprob and not self.drafted
 
-    def _split(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [requests, vocabulary] out of those that have drafted rows between them."""
+    def _split(self, output: LogitsProcessorOutput, with_states: bool) -> None:
+        """Leave logits [requests, vocabulary], without drafted rows between them, and states of the same rows."""
+        logits = output.next_token_logits
         counts = np.array([1 + len(self.drafted.get(index, ())) for index in range(len(self.works))])
         first = np.cumsum(counts) - counts
         for index in self.drafted:
             self.drafted_logits[index] = logits[first[index] : first[index] + counts[index]].clone()
-        return logits[send(first, logits.device)]
+        own = send(first, logits.device)
+        output.next_token_logits = logits[own]
+        if with_states:
+            output.hidden_states = output.hidden_states[own]
 
     def _resize(self, rows: Rows, count: np.ndarray) -> None:
         super()._resize(rows, count)

@@ -37,6 +37,7 @@ def prepare(
     wanted: np.ndarray,
     decode: bool = False,
     adapters: Sequence[str | None] = (),
+    capture: CaptureHiddenMode = CaptureHiddenMode.NULL,
 ) -> ForwardBatch:
     """The forward batch of ``len(tokens)`` packed rows, of which the ``wanted`` ones give logits.
 
@@ -45,6 +46,7 @@ def prepare(
         wanted: ascending rows; the logits of a pass are [len(wanted), vocabulary].
         decode: whether every row is one of SGLang's requests, as in a decode step (all rows are wanted then).
         adapters: of the rows up to each wanted one, as :func:`lora.assign`; none for a draft.
+        capture: whether the pass gives hidden states too: of all rows, or of the wanted ones.
     """
     ids = send(torch.tensor(tokens, dtype=torch.int64), runner.device)
     # SGLang's logits are those of each request's last row: a "request" here ends at each wanted row.
@@ -61,7 +63,7 @@ def prepare(
         seq_lens_sum=int(lengths.sum()),
         seq_lens_cpu=lengths,
         positions=send(np.asarray(positions, np.int64), runner.device),
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=capture,
         spec_algorithm=runner.spec_algorithm,
     )
     if not decode:
@@ -82,13 +84,14 @@ def set_wanted(batch: ForwardBatch, counts: np.ndarray) -> None:
 
 
 @torch.no_grad()
-def run(runner: "ModelRunner", batch: ForwardBatch) -> torch.Tensor:
-    """Logits [wanted rows, vocabulary]; the attention backend's views are set already."""
+def run(runner: "ModelRunner", batch: ForwardBatch) -> LogitsProcessorOutput:
+    """Logits [wanted rows, vocabulary], and hidden states if the batch asks for them; the attention backend's views
+    are set already.
+    """
     model = runner.model
     with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         # The class's own forward: the object's may be the one that called us.
-        output = type(model).forward(model, batch.input_ids, batch.positions, batch)
-    return output.next_token_logits
+        return type(model).forward(model, batch.input_ids, batch.positions, batch)
 
 
 def pays(rows: int, stay: int) -> bool:
@@ -105,7 +108,7 @@ def ends_early(runner: "ModelRunner", rows: int, wanted: int) -> bool:
 def run_ending(
     runner: "ModelRunner", batch: ForwardBatch, wanted: np.ndarray, narrow: Callable[[], None]
 ) -> torch.Tensor:
-    """:func:`run`, whose last layer computes the wanted rows alone, and of the others keys and values.
+    """Logits as of :func:`run`; the last layer computes the wanted rows alone, and of the others keys and values.
 
     Args:
         wanted: ascending rows; narrow: sets the views of these.

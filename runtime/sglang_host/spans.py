@@ -51,12 +51,28 @@ class SpanForward:
         self._load(rows, input_ids, positions)
         self.logits: LogitsProcessorOutput | None = None
         chosen_by = selectors(self.compression, self._hidden) if self.compression else {}
-        if staircase.climb(self, self.works, rows, chosen_by, self._wanted()) is None:
+        left = staircase.climb(self, self.works, rows, chosen_by, self._wanted())
+        if left is None:
             # Chunks below the end of their prompts: what is sampled for them is dropped.
             dummy = torch.zeros(len(self.works), self.vocabulary, device=input_ids.device)
             return LogitsProcessorOutput(next_token_logits=dummy)
         assert self.logits is not None
+        if forward_batch.capture_hidden_mode.is_full():
+            self.logits.hidden_states = self._in_their_places(self.logits.hidden_states, left)
         return self.logits
+
+    def _in_their_places(self, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Hidden states [new tokens, hidden_size] where SGLang looks for them: request after request.
+
+        Args:
+            states: [rows, hidden_size]; what a request has of other tokens, or not, nobody asks for.
+        """
+        begin, end = np.array([(work.begin, work.end) for work in self.works]).T
+        first, at = np.cumsum(end - begin) - (end - begin), rows.position - begin[rows.request]
+        new = np.flatnonzero((at >= 0) & (rows.position < end[rows.request]))
+        places = states.new_zeros(int((end - begin).sum()), states.shape[1])
+        places[send((first[rows.request] + at)[new], states.device)] = states[send(new, states.device)]
+        return places
 
     def first_rows(self) -> Rows:
         """The rows at layer 0."""

@@ -262,16 +262,20 @@ class VerifyForward:
         computed = Batch.plain(rows, ends, virtual_slots(self.rows, rows, ends), count)
         adapters = [x for x, rows_of in zip(self.adapters, new, strict=True) for _ in range(rows_of)]
         given = self.runner, tokens, np.concatenate(places), np.arange(len(tokens))
-        compose = partial(passes.prepare, *given, adapters=adapters)
-        graphs, logits = self.runner.decode_cuda_graph_runner, None
+        capture = forward_batch.capture_hidden_mode
+        compose = partial(passes.prepare, *given, adapters=adapters, capture=capture)
+        graphs, output = self.runner.decode_cuda_graph_runner, None
         if isinstance(graphs, DecodeGraphRunner):
-            logits = graphs.logits(computed, partial(compose, decode=True))
-        if logits is None:
+            output = graphs.several(computed, partial(compose, decode=True))
+        if output is None:
             self.runner.attn_backend.set_batch(computed)
-            logits = passes.run(self.runner, compose())
-        first = np.cumsum(count) - count
+            output = passes.run(self.runner, compose())
+        first, logits, hidden = np.cumsum(count) - count, output.next_token_logits, output.hidden_states
         self.logits = {i: logits[first[i] : first[i] + count[i]] for i in self.drafted}
-        return LogitsProcessorOutput(next_token_logits=logits[send(first, logits.device)].clone())
+        own = send(first, logits.device)
+        return LogitsProcessorOutput(
+            next_token_logits=logits[own].clone(), hidden_states=None if hidden is None else hidden[own]
+        )
 
 
 def settle(

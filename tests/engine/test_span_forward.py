@@ -123,8 +123,9 @@ class Model:
         ))  # fmt: skip
         if high < LAYERS:
             return None
-        ends = np.cumsum(batch.extend_seq_lens_cpu) - 1
-        return LogitsProcessorOutput(next_token_logits=hidden[ends])
+        last = hidden[np.cumsum(batch.extend_seq_lens_cpu) - 1]
+        states = last if batch.capture_hidden_mode.is_last() else hidden
+        return LogitsProcessorOutput(last, states if batch.capture_hidden_mode.need_capture() else None)
 
     def _check(self, hidden, ids, positions, batch):
         assert hidden[:, 1].tolist() == positions.tolist() and ids.dtype == positions.dtype == torch.int64
@@ -142,7 +143,8 @@ class Model:
 class Engine:
     """Steps over some requests, in the order in which the worker takes them."""
 
-    def __init__(self, every, chunk=None, residual=True, early=False):
+    def __init__(self, every, chunk=None, residual=True, early=False, states=CaptureHiddenMode.FULL):
+        self.states = CaptureHiddenMode.NULL if early else states
         self.memory = KvMemory(PAGES, 1, LAYERS // SPAN, PAGES)
         self.backend = Backend(self.memory, early)
         self.model = Model(self.backend, residual)
@@ -199,11 +201,12 @@ class Engine:
         info = SimpleNamespace(
             input_ids=ids, hidden_states="stale", residual="stale", return_logprob=True,
             extend_logprob_start_lens_cpu=starts, extend_seq_lens=torch.tensor(extends, dtype=torch.int32),
-            extend_seq_lens_cpu=extends, capture_hidden_mode=CaptureHiddenMode.NULL,
+            extend_seq_lens_cpu=extends, capture_hidden_mode=self.states,
         )  # fmt: skip
         self.model.passes.clear()
         output = forward(ids, positions, info)
         assert info.return_logprob
+        self._check_states(output, batch, begins, ends)
         self.backend.taps = {}
         for job in step.finish():
             step.settle(job)
@@ -215,6 +218,16 @@ class Engine:
         memory = self.memory
         check(memory.pool, memory.shared, memory.tables, np.zeros(0, np.int64), memory.retained)
         return forward, output.next_token_logits
+
+    def _check_states(self, output, batch, begins, ends):
+        """Hidden states of those that compute all of their tokens are where SGLang looks for them."""
+        if output.hidden_states is None:
+            return
+        firsts = [end - 1 for end in ends] if self.states.is_last() else begins
+        wanted = [(request, state) for request, first, end in zip(batch, firsts, ends, strict=True)
+                  for state in request.states(range(first, end))]  # fmt: skip
+        for (request, state), found in zip(wanted, output.hidden_states.tolist(), strict=True):
+            assert state == found or request.policy
 
     def held(self, request, layer):
         """What the KV of a request says that it is, at a layer."""
@@ -377,14 +390,22 @@ ENTER = [
 
 @pytest.mark.parametrize("chunk", [4, 24, 150])
 @pytest.mark.parametrize(
-    ("generated", "drafted"),
-    [(0, {}), (3, {}), (0, {1: [2900, 2901, 2902], 4: [5900]}), (2, {3: [4900, 4901]})],
+    ("generated", "drafted", "states"),
+    [
+        (0, {}, CaptureHiddenMode.FULL),
+        (3, {}, CaptureHiddenMode.LAST),
+        (0, {1: [2900, 2901, 2902], 4: [5900]}, CaptureHiddenMode.LAST),
+        (2, {3: [4900, 4901]}, CaptureHiddenMode.FULL),
+    ],
 )
-def test_chosen_tokens_enter_in_pieces_and_nothing_else_does(chunk, generated, drafted):
+def test_chosen_tokens_enter_in_pieces_and_nothing_else_does(chunk, generated, drafted, states):
     """Judged prompts that arrive in three chunks, perhaps with generated tokens behind them, as when a request was
     taken back, or with drafted ones; beside a dense prompt and one that SPEED narrows."""
     every = [Request(row, policy, 200, generated, chosen) for row, (policy, chosen) in enumerate(ENTER, 1)]
-    engine, judged = Engine(every, chunk), [request for request in every if request.chosen is not None]
+    engine, judged = (
+        Engine(every, chunk, states=states),
+        [request for request in every if request.chosen is not None],
+    )
     for end in (90, 195):
         engine.step([end] * len(every))
         rows = [state for each in engine.model.passes for state in each.states]

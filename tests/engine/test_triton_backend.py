@@ -244,12 +244,12 @@ def test_a_pass_within_a_step_is_timed_once(monkeypatch):
 
     def execute(self, batch):
         seen.append((self.model_runner.device_timer, self.attn_backend.given, batch))
-        return SimpleNamespace(next_token_logits="logits")
+        return "output"
 
     monkeypatch.setattr(DecodeGraphRunner, "takes", lambda *_: True)
     monkeypatch.setattr(DecodeGraphRunner, "execute", execute)
     rows = Batch.plain(np.array([3]), np.array([9]), [np.arange(9)], np.array([2]))
-    assert graphs.logits(rows, lambda: "composed") == "logits" and seen == [(None, rows, "composed")]
+    assert graphs.several(rows, lambda: "composed") == "output" and seen == [(None, rows, "composed")]
     assert graphs.model_runner.device_timer is timer and graphs.attn_backend.given is None
 
 
