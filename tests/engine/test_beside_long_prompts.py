@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from greedy import body_of
-from hypothesis import given
-from hypothesis import strategies as st
 from waiting import slowed, wait_until
 
 from fathom.runtime.sglang_host import short_prompts
@@ -77,65 +75,67 @@ class Hashed(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def request(prompt, cached, adapter=None, taken=True):
-    found = Hashed(lora_id=adapter, beam_group=None, full_untruncated_fill_ids=[0] * prompt, taken=taken)
-    found.init_next_round_input = lambda _: setattr(found, "prefix_indices", [0] * min(cached, prompt - 1))
+def paged(tokens):
+    return -(-tokens // PAGE) * PAGE
+
+
+def request(prompt, cached, adapter=None, taken=True, simple=True, beams=None):
+    found = Hashed(
+        lora_id=adapter, beam_group=beams, full_untruncated_fill_ids=[0] * prompt, taken=taken, simple=simple
+    )
+    hit = min(cached, prompt - 1)
+    found.init_next_round_input = lambda _: setattr(found, "prefix_indices", [0] * hit)
+    found.tokens = paged(prompt - hit)
     return found
 
 
-REQUESTS = st.builds(
-    request,
-    st.integers(1, 200),
-    st.sampled_from([0, 0, 40]),
-    st.sampled_from([None, None, "a"]),
-    st.sampled_from([True, True, False]),
-)
 TURNS = SimpleNamespace(can_schedule=lambda request: request.taken)
 
 
-@given(
-    queue=st.lists(REQUESTS, max_size=40),
-    chunk=st.integers(-3, 160),
-    share=st.sampled_from([0, 0.25, 0.5, 0.9]),
-    rows=st.integers(-1, 8),
-    full=st.booleans(),
-    ordered=st.booleans(),
-    turns=st.sampled_from([None, TURNS]),
-)
-def test_what_is_left_of_a_chunk(queue, chunk, share, rows, full, ordered, turns):
-    """No more than the share, for whole prompts with a row, whose adapter the batch has and that takes others;
-    nobody is lost."""
-    scheduler = SimpleNamespace(
-        waiting_queue=list(queue),
-        tree_cache=None,
-        enable_priority_scheduling=ordered,
-        get_num_allocatable_reqs=lambda running, running_batch: rows,
-        lora_drainer=turns,
-    )
-    adder = SimpleNamespace(
-        running_batch=SimpleNamespace(reqs=[], batch_is_full=full), page_size=PAGE, rem_chunk_tokens=chunk
-    )
-    adder.ceil_paged_tokens = lambda tokens: -(-tokens // PAGE) * PAGE
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(short_prompts.OPTIONS, "share", share)
-        patch.setattr(short_prompts, "is_judged", lambda _: False)
-        room, count = Beside(scheduler).room(adder, request(500, 0))
-    assert room % PAGE == 0 and 0 <= room <= max(chunk * share, 0)
-    assert set(scheduler.waiting_queue) == set(queue) and len(scheduler.waiting_queue) == len(queue)
-    beside, rest = [], room
-    for each in scheduler.waiting_queue:
-        if rest == 0:
-            break
-        rest -= adder.ceil_paged_tokens(len(each.full_untruncated_fill_ids) - len(each.prefix_indices))
-        beside.append(each)
-    assert (
-        rest == 0 and len(beside) == count <= max(rows - 1, 0) and {each.lora_id for each in beside} <= {None}
-    )
-    assert turns is None or all(each.taken for each in beside)
-    assert not (room and full)
-    assert [each for each in queue if each not in beside] == scheduler.waiting_queue[len(beside) :]
-    if ordered:
-        assert scheduler.waiting_queue == queue
+def drawn(rng):
+    """Who waits: hardly two are alike."""
+    adapter, taken = rng.choice([None, None, "a", "b"]), rng.random() < 0.8
+    simple, beams = rng.random() < 0.8, rng.choice([None, None, None, "some"])
+    return request(rng.randint(1, 120), rng.choice([0, 0, 40]), adapter, taken, simple, beams)
+
+
+def test_what_is_left_of_a_chunk(monkeypatch):
+    """No more than the share, for whole prompts that nobody judges, with a row, no beams, and an adapter that the
+    batch has and that takes others; nobody is lost."""
+    monkeypatch.setattr(short_prompts, "is_judged", lambda each: not each.simple)
+    for seed in range(200):
+        rng = random.Random(seed)
+        queue = [drawn(rng) for _ in range(rng.choice([0, 1, 5, 20, 40]))]
+        chunk, share = rng.randint(-3, 400), rng.choice([0, 0.25, 0.5, 0.9])
+        rows, full, ordered = rng.randint(-1, 8), rng.random() < 0.1, rng.random() < 0.3
+        turns, own = rng.choice([None, TURNS]), rng.choice([None, None, "a"])
+        running = rng.choices([None, "a", "b"], k=rng.randrange(3))
+        scheduler = SimpleNamespace(
+            waiting_queue=list(queue),
+            tree_cache=None,
+            enable_priority_scheduling=ordered,
+            get_num_allocatable_reqs=lambda running, running_batch, rows=rows: rows,
+            lora_drainer=turns,
+        )
+        adder = SimpleNamespace(
+            running_batch=SimpleNamespace(reqs=[request(9, 0, each) for each in running], batch_is_full=full),
+            page_size=PAGE,
+            rem_chunk_tokens=chunk,
+            ceil_paged_tokens=paged,
+        )
+        monkeypatch.setattr(short_prompts.OPTIONS, "share", share)
+        room, count = Beside(scheduler).room(adder, request(500, 0, own))
+        beside, left = [], 0 if full else max(chunk * share // PAGE * PAGE, 0)
+        for each in queue[: short_prompts.LOOKED_AT] if left else []:
+            may = each.lora_id in {own, *running} and (each.taken or turns is None)
+            fits = each.tokens <= left and len(beside) < rows - 1
+            if may and fits and each.simple and each.beam_group is None:
+                beside.append(each)
+                left -= each.tokens
+            elif ordered:
+                break
+        assert (room, count) == (sum(each.tokens for each in beside), len(beside)), seed
+        assert scheduler.waiting_queue == [*beside, *(each for each in queue if each not in beside)], seed
 
 
 @pytest.mark.parametrize("taken", [True, False])
