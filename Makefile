@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 FLASHINFER := $(VENV)/flashinfer/.installed
+GPU_TRITON := $(VENV)/gpu-triton/.installed
 PORT ?= 30000
 WATCH_PORT ?= 9090
 ARGS ?=
@@ -48,6 +49,12 @@ $(FLASHINFER): $(STAMP) requirements/cuda.lock
 	  | $(BIN)/pip install -q --no-deps --no-compile --upgrade --target $(@D) -r /dev/stdin
 	@touch $@
 
+# What compiles the kernels on a GPU. Its interpreter cannot run them: the environment has a later one.
+$(GPU_TRITON): $(STAMP) requirements/cuda.lock
+	grep '^triton==' requirements/cuda.lock \
+	  | $(BIN)/pip install -q --no-deps --no-compile --upgrade --target $(@D) -r /dev/stdin
+	@touch $@
+
 serve: $(STAMP)  ## serve the demo model on PORT (30000)
 	$(BIN)/fathom serve --demo --port $(PORT) $(ARGS)
 
@@ -58,7 +65,7 @@ watch:  ## Prometheus on WATCH_PORT (9090), watching the server of `make serve` 
 	  --web.listen-address=127.0.0.1:$(WATCH_PORT) --log.level=warn
 
 # Workers share the cores: threads that wait for others sleep.
-test: $(TEST_STAMP) $(FLASHINFER)  ## run all tests
+test: $(TEST_STAMP) $(FLASHINFER) $(GPU_TRITON)  ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: $(TEST_STAMP)  ## random servers and requests against the oracles (ARGS="--seed 7 --minutes 10")

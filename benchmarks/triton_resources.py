@@ -1,6 +1,7 @@
 """Registers, spills and shared memory of every Triton kernel, compiled without a GPU.
 
-`python -m fathom.benchmarks.triton_resources` writes benchmarks/results/triton-resources.md.
+`PYTHONPATH=.venv/gpu-triton .venv/bin/python -m fathom.benchmarks.triton_resources` writes
+benchmarks/results/triton-resources.md, with the Triton that a GPU gets (`make test` installs it there).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def table(rows: list[Row]) -> str:
         "registers per thread / spilled bytes per thread / KiB of shared memory per block. Limits: 255 registers;",
         f"shared memory {limits}. –: the GPU has no such numbers.",
         "",
-        "Written by `python -m fathom.benchmarks.triton_resources`; `tests/kernels/test_compile.py` checks them.",
+        "Written by `PYTHONPATH=.venv/gpu-triton .venv/bin/python -m fathom.benchmarks.triton_resources`;",
+        "`tests/kernels/test_compile.py` checks them.",
         "",
         f"| module | kernel | warps | {' | '.join(targets)} |",
         f"|:--|:--|--:|{':--|' * len(targets)}",

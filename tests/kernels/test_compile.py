@@ -1,4 +1,5 @@
-"""Every Triton kernel compiled ahead for GPUs of three kinds: it fits, and keeps its values in registers.
+"""Every Triton kernel compiled ahead for GPUs of three kinds, by the Triton that they get: it fits, and keeps its
+values in registers.
 
 A kernel takes part by offering ``specializations()`` in its module; see ``fathom.kernels.triton_aot``.
 """
@@ -8,6 +9,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import gpu_triton
 import pytest
 import triton
 import triton.language as tl
@@ -30,13 +32,15 @@ FORMS = [(i, arch) for i, (_, item) in enumerate(FOUND) for arch in SHARED_MEMOR
 
 def compile_found(index: int, arch: int) -> list[str]:
     """The problems of one specialization, in a process of a pool."""
+    assert triton.__version__ == gpu_triton.locked()
     return compile_ahead(FOUND[index][1], arch).problems(arch)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """Every specialization for every device, in two processes of their own."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawned, initializer=gpu_triton.use) as pool:
         yield {(index, arch): pool.submit(compile_found, index, arch) for index, arch in FORMS}
         pool.shutdown(cancel_futures=True)
 
