@@ -107,6 +107,21 @@ CPU_SEAMS: tuple[Seam, ...] = (
         lambda f: "quant_method" in f.__code__.co_names,
     ),
     relies_on(
+        SCHEDULER,
+        "distributed.device_communicators.pynccl_wrapper:find_nccl_library",
+        "replace",
+        "devices that are no GPUs talk over Gloo, also where PyTorch brings NCCL",
+        "",
+    ),
+    relies_on(
+        SCHEDULER,
+        "distributed.device_communicators.pynccl_wrapper:NCCLLibrary.__init__",
+        "read",
+        "looks NCCL up by that function",
+        "so_file",
+        reads_global("find_nccl_library"),
+    ),
+    relies_on(
         SCHEDULER, "platforms.interface:SRTPlatform.get_dispatch_key_name", "call", "where to register", ""
     ),
     relies_on(

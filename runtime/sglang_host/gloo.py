@@ -1,4 +1,4 @@
-"""One device for all of a process's Gloo groups.
+"""What processes without a GPU talk over: one device for all of a process's Gloo groups, and no NCCL.
 
 PyTorch gives each group a device of its own, with a thread that wakes a hundred times a second for as long as the
 group lives. SGLang makes nine groups, also where there is one rank: of a server with nothing to do they are most of
@@ -38,3 +38,14 @@ def _sharing(gloo: Any) -> type:
             super().__init__(store, rank, size, options)
 
     return SharingGloo
+
+
+def without_nccl() -> None:
+    """Let SGLang find no NCCL: a PyTorch that was built for CUDA brings it, and it would ask for a GPU."""
+    from sglang.srt.distributed.device_communicators import pynccl_wrapper
+
+    pynccl_wrapper.find_nccl_library = _no_library
+
+
+def _no_library() -> str:
+    raise ValueError("NCCL is for GPUs")

@@ -87,6 +87,7 @@ def install(options: EngineOptions) -> None:
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
+        gloo.without_nccl()
         cpu_heads.install()
         cpu_ops.register()
         cpu_lora.register()

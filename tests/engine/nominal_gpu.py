@@ -47,6 +47,7 @@ from fathom.runtime.sglang_host import (  # noqa: E402
     decode_graphs,
     draft_side,
     forking,
+    gloo,
     platform,
     speculation,
     tails,
@@ -308,6 +309,7 @@ def install():
     for made in (aten.empty_strided.default, aten.empty.memory_format):
         library.impl(made.name(), "CUDA", lambda *args, made=made, **kwargs: run(made, args, kwargs))
     platform.FathomCudaPlatform.get_torch_distributed_backend_str = lambda self: "gloo"
+    gloo.without_nccl()
     nominal_machine.built()
     unwrap = interpreter._unwrap_tensor
     interpreter._unwrap_tensor = lambda x: values(unwrap(x))

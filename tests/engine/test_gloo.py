@@ -52,3 +52,20 @@ def test_interfaces_that_an_operator_names_are_used(monkeypatch):
     monkeypatch.setenv(gloo.INTERFACES, "lo")
     gloo.share_device()
     assert distributed.distributed_c10d.ProcessGroupGloo is stock
+
+
+def test_nccl_is_left_alone_without_a_gpu(monkeypatch):
+    """Also where PyTorch was built for CUDA and brings it."""
+    # Here, not above: the processes of the other test need none of it.
+    from sglang.srt.distributed.device_communicators import pynccl_wrapper
+    from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from sglang.srt.distributed.utils import StatelessProcessGroup
+
+    asked = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(pynccl_wrapper.ctypes, "CDLL", asked.append)
+    monkeypatch.setattr(pynccl_wrapper, "find_nccl_library", pynccl_wrapper.find_nccl_library)
+    group = StatelessProcessGroup(rank=0, world_size=2, store=None)
+    assert PyNcclCommunicator(group, "cpu").disabled and asked == ["libnccl.so.2"]
+    gloo.without_nccl()
+    assert PyNcclCommunicator(group, "cpu").disabled and len(asked) == 1
