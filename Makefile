@@ -30,7 +30,12 @@ help:  ## show this list
 
 setup: $(STAMP)  ## create .venv from requirements/cpu.lock (nothing to do when it is up to date)
 
+# The locked outlines-core has no wheel for others.
+PYTHONS := 3.11 3.12
+
 $(STAMP): requirements/cpu.lock pyproject.toml
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && case " $(PYTHONS) " in *" $$version "*) ;; \
+	  *) echo "PYTHON ($(PYTHON)) is Python $$version; the locked packages are for $(PYTHONS) only: make PYTHON=python3.11 …" >&2; exit 1;; esac
 	$(PYTHON) -m venv $(VENV)
 	grep -E '$(LARGE)' requirements/cpu.lock \
 	  | $(BIN)/pip install -q --no-deps --no-compile --retries 0 --extra-index-url $(TORCH_INDEX) -r /dev/stdin & large=$$!; \
