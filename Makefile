@@ -30,7 +30,7 @@ help:  ## show this list
 
 setup: $(STAMP)  ## create .venv from requirements/cpu.lock (nothing to do when it is up to date)
 
-# The locked outlines-core has no wheel for others.
+# Fathom needs 3.11 or later; the locked outlines-core has no wheel for 3.13.
 PYTHONS := 3.11 3.12
 
 $(STAMP): requirements/cpu.lock pyproject.toml
@@ -47,16 +47,13 @@ $(TEST_STAMP): $(STAMP) requirements/test.lock
 	$(BIN)/pip install -q --no-deps --no-compile -r requirements/test.lock
 	@touch $@
 
-# Its Python, for the calls that the engine makes on a GPU; the wheel holds no kernels. Beside the environment, not in
-# it: SGLang imports FlashInfer wherever it finds it, and a server without a GPU has none.
-$(FLASHINFER): $(STAMP) requirements/cuda.lock
-	grep '^flashinfer-python==' requirements/cuda.lock \
-	  | $(BIN)/pip install -q --no-deps --no-compile --upgrade --target $(@D) -r /dev/stdin
-	@touch $@
-
-# What compiles the kernels on a GPU. Its interpreter cannot run them: the environment has a later one.
-$(GPU_TRITON): $(STAMP) requirements/cuda.lock
-	grep '^triton==' requirements/cuda.lock \
+# What a GPU gets, beside the environment and not in it. FlashInfer's Python, for the calls that the engine makes (the
+# wheel holds no kernels): SGLang imports it wherever it finds it, and a server without a GPU has none. Triton, to
+# compile the kernels: its interpreter cannot run them, the environment has a later one.
+$(FLASHINFER): LOCKED := flashinfer-python
+$(GPU_TRITON): LOCKED := triton
+$(FLASHINFER) $(GPU_TRITON): $(STAMP) requirements/cuda.lock
+	grep '^$(LOCKED)==' requirements/cuda.lock \
 	  | $(BIN)/pip install -q --no-deps --no-compile --upgrade --target $(@D) -r /dev/stdin
 	@touch $@
 

@@ -402,10 +402,8 @@ def test_chosen_tokens_enter_in_pieces_and_nothing_else_does(chunk, generated, d
     """Judged prompts that arrive in three chunks, perhaps with generated tokens behind them, as when a request was
     taken back, or with drafted ones; beside a dense prompt and one that SPEED narrows."""
     every = [Request(row, policy, 200, generated, chosen) for row, (policy, chosen) in enumerate(ENTER, 1)]
-    engine, judged = (
-        Engine(every, chunk, states=states),
-        [request for request in every if request.chosen is not None],
-    )
+    engine = Engine(every, chunk, states=states)
+    judged = [request for request in every if request.chosen is not None]
     for end in (90, 195):
         engine.step([end] * len(every))
         rows = [state for each in engine.model.passes for state in each.states]

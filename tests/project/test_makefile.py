@@ -1,5 +1,6 @@
 """What the Makefile says to a Python that the locked packages are not for."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ def make(folder, version):
     python.write_text(f'#!/bin/sh\ntest "$1" = -c || exit 7\nexec {sys.executable} -c "{said}" "$@"\n')
     python.chmod(0o755)
     command = ["make", "-C", str(ROOT), f"PYTHON={python}", f"VENV={folder / 'venv'}", "setup"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    plain = os.environ | {"LC_ALL": "C", "MAKEFLAGS": ""}  # not those of the `make` that runs the tests
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=plain)
 
 
 @pytest.mark.parametrize("version", [(3, 9, 18), (3, 10, 13), (3, 13, 0), (4, 11, 0)])
