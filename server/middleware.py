@@ -40,6 +40,7 @@ from fathom.server.routes import (
     error_body,
     path_of,
 )
+from fathom.server.unsaid import without_nulls
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -171,8 +172,8 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Any, str, str]:
-    """The body without its ``fathom`` member, that member (None where there is none), the model it names, and the
-    JSON schema of a message's answer ("" where it has none).
+    """The body without its ``fathom`` member and what is ``null`` for unsaid, that member (None where there is none),
+    the model it names, and the JSON schema of a message's answer ("" where it has none).
 
     Raises:
         RequestError: 400 for what is no JSON object, and as :func:`refuse_illegal`.
@@ -184,13 +185,14 @@ def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[byt
     if not isinstance(content, dict):
         raise RequestError(400, "the request body must be a JSON object")
     refuse_illegal(path, content, middles)
+    shorter = without_nulls(path, content)
     model = content.get("model")
     name = model if isinstance(model, str) else ""
     schema = schema_of_answer(content) if path == MESSAGES else ""
     unnamed = path == RESPONSES and model is None
     if unnamed:  # as on the other routes; SGLang asks for it by an error of its own
         content["model"] = served
-    if "fathom" not in content and not unnamed:
+    if "fathom" not in content and not unnamed and not shorter:
         return body, None, name, schema
     request = content.pop("fathom", None)
     return orjson.dumps(content), request, name, schema
