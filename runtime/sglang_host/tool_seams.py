@@ -167,6 +167,13 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "request",
         reads_attributes("tool_choice _effective_tools tool_call_parser"),
     ),
+    relies_on(
+        SERVER,
+        "function_call.function_call_parser:FunctionCallParser.get_structure_constraint",
+        "replace",
+        "leaves the arguments of a tool that is not strict any JSON, in a tag that can be dumped and read",
+        "tool_choice parallel_tool_calls thinking_mode",
+    ),
     *(
         relies_on(
             SERVER,

@@ -1,4 +1,4 @@
-"""Calls that ``tool_choice`` demands, of a server that has no parser of tool calls: whole and streamed."""
+"""Calls that ``tool_choice`` demands, of servers with and without a parser of calls: whole and streamed."""
 
 import json
 
@@ -11,13 +11,18 @@ TURN = [{"role": "user", "content": "Where is the red box?"}]
 FUNCTION = {"name": "look", "parameters": PARAMETERS}
 NAMED = {"type": "function", "function": {"name": "look"}}
 CHAT_TOOLS = [{"type": "function", "function": FUNCTION}]
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "4000", "--constrained-json-disable-any-whitespace")
+"""JSON without the blanks of which a random model would write no end."""
 
 
 @pytest.fixture(scope="module")
 def compact(share_server, tiny_model):
-    """A server whose JSON is without the blanks of which a random model would write no end."""
-    flags = ("--dtype", "float32", "--max-total-tokens", "4000", "--constrained-json-disable-any-whitespace")
-    return share_server(tiny_model, *flags)
+    return share_server(tiny_model, *FLAGS)
+
+
+@pytest.fixture(scope="module")
+def parsing(share_server, tiny_model):
+    return share_server(tiny_model, *FLAGS, "--tool-call-parser", "hermes")
 
 
 def events_of(server, route, body):
@@ -70,3 +75,21 @@ def test_calls_that_are_not_demanded_are_text_without_a_parser(compact):
     answer = compact.client.post(CHAT, json=body).json()["choices"][0]
     assert answer["message"]["content"] and not answer["message"]["tool_calls"]
     assert answer["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("parameters", [PARAMETERS, None], ids=["a schema", "no schema"])
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_arguments_in_the_models_own_form_are_an_object(parsing, parameters, strict):
+    """Behind its call a random model writes on, so the first call is looked at."""
+    function = {"name": "look", "parameters": parameters, "strict": strict}
+    body = {"model": "x", "messages": TURN, "tools": [{"type": "function", "function": function}]}
+    body |= {"tool_choice": "required", "max_tokens": 100, "temperature": 0.7}
+    for seed in range(8):
+        events = events_of(parsing, CHAT, body | {"seed": seed})
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or () if piece["index"] == 0]
+        assert [piece["function"]["name"] for piece in pieces if piece["function"].get("name")] == ["look"]
+        arguments = "".join(piece["function"]["arguments"] or "" for piece in pieces)
+        assert arguments.startswith("{")
+        if strict and parameters:
+            assert json.loads(arguments)["box"] in ("red", "blue")
