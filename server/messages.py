@@ -1,7 +1,8 @@
 """``/v1/messages``: what the client did wrong is status 400, a full queue 503, and every stream tells its prompt.
 
 SGLang answers the former two with status 500 where they are noticed after the request was read. How long the prompt
-is, it tells with the first text of a stream, and says 0 where there is none.
+is, it tells with the first text of a stream, and says 0 where there is none. Thoughts that are left to the model
+(``adaptive``), it refuses where the model has none, though agents ask for them whatever the model.
 """
 
 import re
@@ -27,6 +28,7 @@ def install() -> None:
     error_response = AnthropicServing._error_response
     stream_of = OpenAIServingChat._generate_chat_stream
     count_tokens = AnthropicServing.handle_count_tokens
+    convert = AnthropicServing._convert_to_chat_completion_request
 
     def with_cause(self: Any, status_code: int, error_type: str, message: str, **known: Any) -> Any:
         error = sys.exc_info()[1]
@@ -54,7 +56,16 @@ def install() -> None:
             return self._error_response(400, "invalid_request_error", "messages must not be empty")
         return await count_tokens(self, request, raw_request)
 
+    def converted(self: Any, request: Any) -> Any:
+        try:
+            return convert(self, request)
+        except ValueError:
+            if request.thinking is None or request.thinking.type != "adaptive":
+                raise
+            return convert(self, request.model_copy(update={"thinking": None}))
+
     AnthropicServing._error_response = with_cause
+    AnthropicServing._convert_to_chat_completion_request = converted
     AnthropicServing.handle_count_tokens = counted
     OpenAIServingChat._generate_chat_stream = stream
 

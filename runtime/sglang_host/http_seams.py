@@ -305,6 +305,13 @@ HTTP_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "entrypoints.anthropic.serving:AnthropicServing._convert_to_chat_completion_request",
+        "replace",
+        "raises ValueError for `adaptive` thoughts of a model without any, and changes nothing before",
+        "anthropic_request",
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.anthropic.serving:AnthropicServing._error_response",
         "replace",
         "answers while the exception that it is about is handled",
