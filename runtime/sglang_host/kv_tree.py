@@ -74,7 +74,7 @@ class DepthRadixCache(RadixCache):
             is_insert = False
         elif alternates(req) and kv_len_to_handle > len(req.origin_input_ids):
             is_insert = False  # likewise; its prompt went to the tree before
-        if is_insert and not (self.disable or self.disable_finished_insert):
+        if is_insert:
             kv_len_to_handle = self._drop_last_token(req, kv_len_to_handle)
         self._left.discard(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
@@ -122,7 +122,11 @@ class DepthRadixCache(RadixCache):
         node = self.root_node
         if uses_draft(req):
             # The draft goes on reading its own KV of the prompt, in the same virtual slots.
-            node = self.match_prefix(MatchPrefixParams(key=key)).last_device_node
+            found = self.match_prefix(MatchPrefixParams(key=key))
+            slots[:known] = found.device_indices[
+                :known
+            ]  # where others had left the same, the own ones are free
+            node = found.last_device_node
             self.inc_lock_ref(node)
             allocator.memory.lean(kv.req_pool_idx, len(key))
         self.dec_lock_ref(req.last_node)
@@ -175,7 +179,6 @@ class DepthRadixCache(RadixCache):
         """
         path: list[Any] = []
         now, offset, size = time.monotonic(), 0, self.page_size
-        node.last_access_time = now
         while offset < len(key) and (child := node.children.get(key.child_key_at(offset, size))) is not None:
             if child.key.match_at(key, offset, size) < len(child.key):
                 break

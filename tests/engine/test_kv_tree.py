@@ -11,6 +11,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from fathom.runtime.sglang_host import kv_tree
+from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
 
 SPANS, PAGES = 3, 600
@@ -189,3 +191,32 @@ def test_the_last_token_of_an_answer_is_cached_for_nobody(size, prompt, answer):
     gone = [slot for slots in freed for slot in slots]
     assert len(gone) == len(set(gone))
     assert {slot // size for slot in gone} == {slot // size for slot in rows[0, cached:length].tolist()}
+
+
+COPIES_BY_SLOT = (
+    *("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"),
+    "enable_unified_cache_external_linker",
+)
+
+
+def test_which_cache_is_built(monkeypatch):
+    """Ours over depth pages, where there is to be one, and without what copies KV by slot; else SGLang's."""
+    monkeypatch.setattr(kv_tree, "_default_factory", lambda context: "SGLang's")
+    memory, spans = dict.fromkeys(COPIES_BY_SLOT, False), SimpleNamespace(spans=SPANS)
+    monkeypatch.setattr(kv_tree, "get_memory", lambda: SimpleNamespace(**memory))
+    depth_pages = DepthAllocator.__new__(DepthAllocator)
+    depth_pages.memory, depth_pages.device = spans, "cpu"
+    for allocator, disabled in ((depth_pages, True), (SimpleNamespace(device="cpu"), False)):
+        params = CacheInitParams(disabled, None, allocator, 1)
+        context = SimpleNamespace(params=params, disable_radix_cache=disabled)
+        assert kv_tree.factory(context) == "SGLang's"
+    context.params = CacheInitParams(False, None, depth_pages, 1)
+    tree = kv_tree.factory(context)
+    assert isinstance(tree, DepthRadixCache)
+    for cache, found in ((tree, tree), (SimpleNamespace(inner=tree), tree), (SimpleNamespace(), None)):
+        assert kv_tree.tree_of(cache) is found  # sessions wrap it
+    for name in COPIES_BY_SLOT:
+        memory[name] = True
+        with pytest.raises(ValueError, match="copies KV by slot"):
+            kv_tree.factory(context)
+        memory[name] = False
