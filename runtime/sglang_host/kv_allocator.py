@@ -103,9 +103,7 @@ class DepthAllocator(TorchPagedAllocator):
         pool = self.memory.pool
         while pool.free < pages:
             missing = -(-(pages - pool.free) // self.memory.spans) * self.page_size
-            if tree_cache is None or tree_cache.is_chunk_cache():
-                return False
-            if tree_cache.evict(EvictParams(num_tokens=missing)).num_tokens_evicted == 0:
+            if tree_cache is None or not tree_cache.evict(EvictParams(num_tokens=missing)).num_tokens_evicted:
                 return False
         return True
 

@@ -73,7 +73,6 @@ def test_room_is_taken_for_all_at_once(page_size, spare, virtual, requests):
     lengths, wanted, stays, said = map(list, zip(*requests, strict=True))
     held = sum(pages_between(0, length, page_size) for length in lengths)
     with pytest.MonkeyPatch.context() as patch:
-        virtual = min(virtual, spare)
         made = allocator(held + spare, page_size, patch, held + virtual)
     rows = torch.zeros(len(requests), WIDTH, dtype=torch.int32)
     asked = running(rows, lengths, made, page_size)
@@ -140,3 +139,31 @@ def test_tables_of_their_own_end_where_the_request_ends(page_size, prompt, count
         lengths.append(made.memory.tables.lengths(0))
     assert lengths[0] == lengths[1] and len(lengths[0]) > 0
     assert free[0] == free[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_step_fits_where_each_beam_finds_a_page(page_size, monkeypatch):
+    """The most that a step of them takes: one request goes on with two beams, one with five, one alone."""
+    lengths, widths = [3, 4, 8], [2, 5, None]
+    held = sum(pages_between(0, length, page_size) for length in lengths)
+    fitted = []
+    for spare in range(12):
+        made = allocator(held + spare, page_size, monkeypatch)
+        asked = running(torch.zeros(3, WIDTH, dtype=torch.int32), lengths, made, page_size)
+        for request, width in zip(asked, widths, strict=True):
+            request.beam_group = None if width is None else SimpleNamespace(beam_width=width)
+        fitted.append(made.check_decode_capacity(num_tokens=3, tree_cache=None, requests=asked))
+    own = sum(pages_between(length, length + 1, page_size) for length in lengths)
+    assert fitted == [spare >= own + 1 + 4 for spare in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "device", "most"), [(False, "meta", 3), (True, "meta", 2), (True, "cpu", 3)]
+)
+def test_a_draft_on_a_gpu_takes_its_kv_from_the_pool(drafts, device, most, monkeypatch):
+    """On a CPU it has its own, of each of the virtual slots."""
+    spec = SimpleNamespace(speculative_draft_model_path="draft" if drafts else None)
+    monkeypatch.setattr(kv_allocator, "get_spec", lambda: spec)
+    pool = SimpleNamespace(size=40 * SPANS, spans=SPANS, layer_num=SPANS, span=1)
+    made = DepthAllocator(40, 4, torch.float32, device, pool, need_sort=False)
+    assert made.virtual_tokens == 40 * most and len(made.free_pages) == 10 * most
