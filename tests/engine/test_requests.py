@@ -264,3 +264,55 @@ def test_what_is_explained_is_what_the_plan_does():
         told = cost.policy_plan(policy, LAYERS, prompt, tsp_layer=TSP)
         assert list(told.computed) == [plan.present_tokens(span, prompt) for span in per_layer], fields
         assert list(told.retained) == [plan.retained_tokens(span, prompt) for span in per_layer], fields
+
+
+def asked(**said):
+    """A request that says no more than this."""
+    plain = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    plain |= {"ignore_eos": False, "stop_token_ids": None}
+    made = Request(policy_of(said.pop("policy", {})), 9, [])
+    for name, value in plain.items():
+        setattr(made.sampling_params, name, value)
+    made.inflight_middle_chunks, made.eos_token_ids, made.tokenizer = 0, None, None
+    for name, value in said.items():
+        setattr(made.sampling_params if name in plain else made, name, value)
+    return made
+
+
+PENALTIES = [
+    {name: value}
+    for name, values in {
+        "frequency_penalty": (-0.5, 0.5),
+        "presence_penalty": (-0.5, 0.5),
+        "repetition_penalty": (0.5, 1.5),
+    }.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize("said", [{}, {"beam_group": "some"}, {"policy": {"speculative": True}}, *PENALTIES])
+def test_who_waits_for_the_last_token(said):
+    """Beams, drafts and each penalty, whatever its sign, once the prompt is complete; nobody else."""
+    request = asked(**said)
+    assert requests.penalised(request) == (said in PENALTIES)
+    assert requests.decides_its_next_step(request) == bool(said)
+    request.inflight_middle_chunks = 1
+    assert not requests.decides_its_next_step(request)
+
+
+def test_a_draft_reads_what_it_judges_and_what_it_drafts_for():
+    for policy, reads in (({}, False), ({"speculative": True}, True), (WHOLE_AND_JUDGED, False)):
+        assert requests.uses_draft(asked(policy=policy)) == reads
+    judged = Request(policy_of(WHOLE_AND_JUDGED), 150, [])
+    assert requests.uses_draft(judged) and not requests.speculates(judged)
+
+
+def test_an_answer_ends_at_the_models_the_tokenizers_and_the_clients_tokens():
+    request = asked(stop_token_ids=[5], eos_token_ids={2, 3})
+    assert requests.ends_of(request) == {2, 3, 5}
+    request.tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
+    assert requests.ends_of(request) == {2, 3, 5}
+    request.tokenizer = SimpleNamespace(eos_token_id=7, additional_stop_token_ids=[8])
+    assert requests.ends_of(request) == {2, 3, 5, 7, 8}
+    request.sampling_params.ignore_eos = True
+    assert requests.ends_of(request) == set()

@@ -100,6 +100,9 @@ def test_a_turn_that_never_runs_is_none_of_its_session(sessions):
     turn.session.req_nodes = {"before": before, "turn": session_controller.SessionReqNode(turn, before)}
     sessions.forget(turn)
     assert turn.session.req_nodes == {"before": before} and before.children == []
+    turn.session.req_nodes = {"turn": session_controller.SessionReqNode(turn)}  # the first of them all
+    sessions.forget(turn)
+    assert turn.session.req_nodes == {}
     turn.session = sessions.sessions["s1"]
     turn.session.streaming, turn.session._inflight = True, True
     sessions.forget(turn)
@@ -118,10 +121,11 @@ def test_a_turn_ends_with_all_behind_it():
     chain = [first := node("0")]
     for place in range(1, 3000):
         chain.append(node(str(place), chain[-1]))
-    again, other = node("2999", first), node("other")
-    known = {each.req.rid: each for each in (*chain, again, other)}
+    again, other, later = node("2999", first), node("other"), node("7")
+    known = {each.req.rid: each for each in (*chain, again, other, later)}
     fathom_sessions.clear(first, known)
-    assert known == {"other": other} and other.req.to_finish is None
+    assert known == {"other": other, "7": later}
+    assert other.req.to_finish is later.req.to_finish is None
     assert all(each.req.to_finish for each in (*chain, again))
 
 

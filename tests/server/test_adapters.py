@@ -54,7 +54,13 @@ def test_an_adapter_is_in_use_until_its_last_request_has_ended():
         await adapters.release(legal.lora_id)  # later than all
         with pytest.raises(Unloaded, match="legal"):
             await adapters.acquire("legal")
+        assert legal.lora_id not in adapters._counters and tone.lora_id in adapters._counters
         assert await adapters.acquire(["tone", None]) == [tone.lora_id, None]
+        assert await adapters.acquire(["tone"]) == [tone.lora_id]
+        with pytest.raises(Unloaded, match="tone") as gone:
+            await adapters.unregister("tone")
+            await adapters.acquire([None, "tone", "legal"])
+        assert "['legal', 'tone']" in str(gone.value)
 
     asyncio.run(scenario())
 
@@ -112,5 +118,10 @@ def test_room_is_made_by_an_adapter_that_nobody_asks_for():
         assert await adapters.lru_lora_name() == "pinned"
         running.append(SimpleNamespace(lora_path="new"))
         assert await adapters.lru_lora_name(exclude_pinned=True) == "old"
+        await adapters.unregister("old")
+        await adapters.unregister("new")
+        running.append(SimpleNamespace(lora_path="pinned"))
+        assert await adapters.lru_lora_name() == "pinned"
+        assert await adapters.lru_lora_name(exclude_pinned=True) is None
 
     asyncio.run(scenario())
