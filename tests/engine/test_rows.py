@@ -1,5 +1,6 @@
 """Log-probabilities of the tokens that a step puts out: of all requests in one copy, each its own."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ ASKED = [  # whether at all, how many of the highest, which ids, greedy
 
 
 def samplers():
-    temperatures = torch.tensor([[0.5], [1.0], [1.0], [2.0], [1.0]])
+    temperatures = torch.tensor([[0.5], [0.7], [3.0], [2.0], [0.3]])
     info = SimpleNamespace(temperatures=temperatures, sampling_seed=None)
     for index, (asks, top, ids, greedy) in enumerate(ASKED):
         request = SimpleNamespace(
@@ -104,7 +105,8 @@ def test_requests_that_are_sampled_together_get_what_each_would_get_alone(monkey
         sampling = SimpleNamespace(
             top_k=1 if kind == "greedy" else 30, sampling_seed=7 if kind == "seeded" else None
         )
-        request = SimpleNamespace(sampling_params=sampling, grammar=SimpleNamespace(apply_vocab_mask=forbid))
+        grammar = SimpleNamespace(apply_vocab_mask=partial(forbid, place))
+        request = SimpleNamespace(sampling_params=sampling, grammar=grammar)
         samplers.append(RowSampler(request, info, place))
 
     counts = [2, 4, 3, 2, 3, 4, 2]
@@ -112,10 +114,11 @@ def test_requests_that_are_sampled_together_get_what_each_would_get_alone(monkey
     masks = [torch.tensor([[i % vocabulary]]) if i % 3 else None for i in range(sum(counts))]
     rows = SampledRows(samplers, counts, logits.device)
     prepared = rows.prepare(logits, masks)
+    owners = [place for place, count in zip(places, counts, strict=True) for _ in range(count)]
     want = logits + info.logit_bias[places].repeat_interleave(torch.tensor(counts), 0)
     for i in range(len(want)):
         if i % 3:
-            want[i, i % vocabulary] = -torch.inf
+            want[i, (i + owners[i]) % vocabulary] = -torch.inf
     torch.testing.assert_close(prepared, want)
 
     own = [each.argmax(-1) for each in prepared.split(counts)]
@@ -154,8 +157,9 @@ def rules(top_k, top_p, rows):
     return torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows)
 
 
-def forbid(logits, mask):
-    logits[0, mask[0, 0]] = -torch.inf
+def forbid(place, logits, mask):
+    """Each request's grammar its own token."""
+    logits[0, (mask[0, 0] + place) % logits.shape[1]] = -torch.inf
 
 
 def test_drawn_tokens_beside_others_follow_the_target():
