@@ -17,6 +17,9 @@ TEXTS = (
     "a b{close}c d",
     "\n{open}\na b\n{close}\nc d",
     "x {open}a b{close}c {open}d",
+    "a b{close}c {open}d {close}e",
+    "a {open}b {open}c{close}{half}d {open}",
+    "x {label}y {open}a {close}b {label}c",
     "c d {half}",
 )
 """Answers of the parsers that have one mark before thoughts and one behind them."""
@@ -27,6 +30,7 @@ OF_COHERE = (
     "<|START_TEXT|>c d<|END_TEXT|>",
     '{open}a b{close}<|START_ACTION|>[{{"tool_name": "f"}}]<|END_ACTION|>',
     "{open}a b",
+    *("." * length + "{open}a {open}b{close}<|START_TEXT|>c" for length in range(3)),
     "a {half}",
 )
 PLAIN = sorted(
@@ -53,7 +57,8 @@ def answer(name, forced, text):
     """The text with this parser's marks."""
     kind = parser(name, forced).detector
     mark = kind.think_start_token + kind.think_start_self_label
-    return text.format(open=mark, close=kind.think_end_token, half=mark[:3])
+    marks = {"open": mark, "label": kind.think_start_token, "close": kind.think_end_token, "half": mark[:3]}
+    return text.format(**marks)
 
 
 def words(thought, said):
@@ -101,3 +106,12 @@ def test_a_text_before_thoughts_is_text():
     assert whole("qwen3", False, text) == (["a"], ["x", "b"])
     assert whole("qwen3", True, text) == (["x", "a"], ["b"])
     assert whole("qwen3", False, "x <think>a") == (["a"], ["x"])
+
+
+def test_a_mark_that_begins_no_thoughts_is_text():
+    """Behind thoughts that a template has begun; before the first ones; without the label that it needs."""
+    assert whole("qwen3", True, "a</think>b <think>c</think> d") == (["a"], ["b", "<think>c</think>", "d"])
+    assert whole("qwen3", False, "x</think>y <think>a</think>b") == (["a"], ["x</think>y", "b"])
+    text = "x <|channel>y"
+    assert whole("gemma4", False, text) == ([], ["x", "<|channel>y"])
+    assert all(streamed("gemma4", False, pieces) == ([], ["x", "<|channel>y"]) for pieces in cut(text))
