@@ -168,6 +168,23 @@ def test_an_answer_that_ends_within_a_character():
         assert not any("\ufffd" in text for text in stream.sent[:-1])
 
 
+@pytest.mark.parametrize("most", [1, MOST_AT_ONCE])
+def test_bytes_that_are_no_characters(most):
+    """They hold back nothing behind them, and none is lost: only what may become a character waits."""
+    tokenizer, rng = PreTrainedTokenizerFast.from_pretrained(DEMO_TARGET), random.Random(7)
+    words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
+    halves = [token for token in words if "\ufffd" in tokenizer.decode([token])]
+    for _ in range(200):
+        ids = [rng.choice(rng.choice([words, halves])) for _ in range(rng.randint(1, 14))]
+        stream, told = Stream(tokenizer), 0
+        for part in parts(ids, rng, most):
+            stream.send(part, None)
+            told += len(part)
+            assert "".join(stream.sent) == tokenizer.decode(ids[:told]).rstrip("\ufffd")
+        stream.send([], {"type": "length"})
+        assert "".join(stream.sent) == tokenizer.decode(ids)
+
+
 def test_tokens_that_a_tokenizer_in_python_does_not_know():
     """A model whose table is padded puts them out, and such a tokenizer raises."""
     tokenizer = ByT5Tokenizer(extra_ids=0)

@@ -10,6 +10,7 @@ torchvision_ops.declare()
 
 from transformers import ByT5Tokenizer  # noqa: E402
 
+from fathom.runtime.sglang_host.detokenizer import known_ids  # noqa: E402
 from fathom.server.detokenize import FathomDetokenize  # noqa: E402
 from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
@@ -43,3 +44,13 @@ def test_log_probabilities_of_tokens_that_the_tokenizer_does_not_know():
     found = manager.detokenize_logprob_tokens([-1.0, -2.0], [unknown, letter], True)
     assert found == [(-1.0, unknown, ""), (-2.0, letter, "x")]
     assert manager.detokenize_logprob_tokens([-1.0], [unknown], False) == [(-1.0, unknown, None)]
+    manager.tokenizer.add_tokens(["<call>"])
+    last = len(manager.tokenizer) - 1
+    assert manager.detokenize_logprob_tokens([-3.0], [last], True) == [(-3.0, last, "<call>")]
+    assert manager.detokenize_logprob_tokens([-4.0], [last + 1], True) == [(-4.0, last + 1, "")]
+
+
+def test_how_many_tokens_a_tokenizer_knows_that_raises_for_others():
+    assert known_ids(SimpleNamespace(is_fast=True, vocab_size=7)) is None
+    assert known_ids(SimpleNamespace(vocab_size=7)) == 7  # SGLang's own, which has no length
+    assert known_ids(object()) is None
