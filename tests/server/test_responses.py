@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from starlette.exceptions import HTTPException
 
 from fathom.server import responses
 
@@ -14,15 +15,23 @@ async def create(self, request, raw_request=None):
     return "created"
 
 
+async def make(self, error):
+    raise error
+
+
 @pytest.fixture
 def installed(monkeypatch):
-    """Our functions around SGLang's, of which one that needs no engine stands for what makes a response."""
+    """Our functions around SGLang's, of which ones that need no engine stand for what makes a response."""
+    serving = SimpleNamespace(allow_auto_truncate=False)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_serving", lambda: serving)
     monkeypatch.setattr(OpenAIServingResponses, "create_responses", create)
     monkeypatch.setattr(OpenAIServingResponses, "__init__", lambda self: None)
-    for name in ("responses_full_generator", "_response_input_history"):
-        monkeypatch.setattr(OpenAIServingResponses, name, getattr(OpenAIServingResponses, name))
+    monkeypatch.setattr(OpenAIServingResponses, "responses_full_generator", make)
+    history = OpenAIServingResponses._response_input_history
+    monkeypatch.setattr(OpenAIServingResponses, "_response_input_history", history)
     monkeypatch.setattr(ResponsesRequest, "to_sampling_params", ResponsesRequest.to_sampling_params)
     responses.install()
+    return serving
 
 
 def test_a_response_takes_no_stored_ones_place(installed):
@@ -63,16 +72,60 @@ def test_the_stored_responses_used_last_are_kept_with_their_conversations(instal
     for index in range(most):
         serving.msg_store[f"failed later {index}"] = []
     assert "background" not in serving.msg_store and "resp_1" not in serving.msg_store
+    store(kept[1])  # again: a use of it, as a look at it is
+    assert list(serving.response_store) == [*kept[2:], "last", kept[1]]
+
+
+@pytest.mark.parametrize("status", ["queued", "in_progress"])
+def test_no_response_goes_that_is_still_to_come(installed, status):
+    serving = OpenAIServingResponses()
+    names = {f"resp_{index}" for index in range(responses.STORED + 2)}
+    for name in [*names, "done"]:
+        told = "completed" if name == "done" else status
+        serving.response_store[name] = SimpleNamespace(status=told)
+    assert names <= set(serving.response_store)
+
+
+def test_what_the_engine_refuses_has_its_status(installed):
+    serving = SimpleNamespace(create_error_response=lambda message, status_code: (message, status_code))
+    refused = OpenAIServingResponses.responses_full_generator(
+        serving, HTTPException(503, "the queue is full")
+    )
+    assert asyncio.run(refused) == ("the queue is full", 503)
+    with pytest.raises(RuntimeError, match="no"):
+        asyncio.run(OpenAIServingResponses.responses_full_generator(serving, RuntimeError("no")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "room", "limit"),
+    [
+        (1, 4000, 1),
+        (3999, 4000, 3999),
+        (5000, 4000, 4000),
+        (20, responses.LEAST_ROOM, 20),
+        (None, responses.LEAST_ROOM, None),
+        (None, responses.LEAST_ROOM + 1, responses.LEAST_ROOM - 1),
+    ],
+)
+def test_a_limit_is_the_clients_or_what_the_context_has_left(installed, asked, room, limit):
+    """SGLang tells of no room less than the least; where it cuts prompts, that much is made of it."""
+    request = ResponsesRequest(input="x", model="m", max_output_tokens=asked)
+    assert request.to_sampling_params(room)["max_new_tokens"] == limit
+    installed.allow_auto_truncate = True
+    cut = responses.LEAST_ROOM - 2 if limit is None else limit
+    assert request.to_sampling_params(room)["max_new_tokens"] == cut
 
 
 def test_a_conversation_goes_on_though_the_response_before_was_let_go(installed):
     serving = OpenAIServingResponses()
-    serving.msg_store["resp_a"] = [{"role": "user", "content": "one"}]
+    first = ResponsesRequest(input="one", model="m", request_id="resp_a")
+    serving.msg_store["resp_a"] = serving._response_input_history(first)
     request = ResponsesRequest(input="two", model="m", request_id="resp_b", previous_response_id="resp_a")
     begun = serving._response_input_history(request)
     assert [message["content"] for message in begun] == ["one", "two"]
     serving.msg_store["resp_b"] = begun
     del serving.msg_store["resp_a"]
-    assert serving._response_input_history(request) == begun
+    again = serving._response_input_history(request)
+    assert again == begun and again is not begun, "the answer is put behind it"
     with pytest.raises(KeyError):
         serving._response_input_history(request.model_copy(update={"request_id": "resp_c"}))
