@@ -89,6 +89,7 @@ class RequestContext:
         left_out: fields that its preset would have filled, each with the reason why it could not.
         model: the name it gives of the model, or of an adapter; "" where it gives none.
         json_schema: what its answer must be, beside its sampling parameters; "" for anything.
+        stops: the stop sequences of a message.
         received_time: ``time.perf_counter()`` seconds when its first byte was handed to us.
         conversation: what its chat prompt was rendered from.
         protected: token ranges of the prompt that a selection must keep.
@@ -99,7 +100,7 @@ class RequestContext:
         expected: generations that the request asked for; grows when the engine is called.
         finished: ids of the generations that ended, with or without a report.
         reports: the scheduler's report by generation id.
-        stopped_by: the client's text that ended the last generation, if one did.
+        stopped_by: the text that ended the last generation, if one did.
     """
 
     route: str
@@ -108,6 +109,7 @@ class RequestContext:
     left_out: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     json_schema: str = ""
+    stops: Sequence[Any] = ()
     conversation: Conversation | None = None
     protected: tuple[tuple[int, int], ...] = ()
     body_bytes: int = 0

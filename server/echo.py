@@ -8,7 +8,7 @@ import orjson
 
 from fathom.server.context import RequestContext
 from fathom.server.errors import clean, in_names_of
-from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
+from fathom.server.routes import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 KEY = "fathom"
 _BREAK = re.compile(rb"\n\r?\n")  # behind "\r" or not; one that begins with "\r?" is tried at every byte
@@ -30,8 +30,11 @@ def splice(body: bytes, value: Any) -> bytes:
 
 
 def with_stop(payload: bytes, context: RequestContext) -> bytes:
-    """An Anthropic answer, or the event that ends one, with the stop sequence that ended it: SGLang tells none."""
-    if context.route != MESSAGES or context.stopped_by is None:
+    """An Anthropic answer, or the event that ends one, with the stop sequence that ended it: SGLang tells none.
+
+    Other texts that end answers, as those of a template, are no client's, and the end of the turn.
+    """
+    if context.route != MESSAGES or context.stopped_by not in context.stops:
         return payload
     content = orjson.loads(payload)
     end = content.get("delta", content)
@@ -88,6 +91,7 @@ class EventEcho:
 
     def _event(self, event: bytes) -> bytes:
         if _ERROR.match(event):
+            self._last = event
             return self._error(event)
         if _FAILED.match(event):
             event = self._error(event)
@@ -149,6 +153,4 @@ class EventEcho:
         if self._context.route in (CHAT, COMPLETIONS):
             last = {key: last[key] for key in ("id", "object", "created", "model") if key in last}
             last["choices"] = []
-        elif self._context.route != GENERATE:
-            return b""
         return b"data: " + orjson.dumps(last | {KEY: answer}) + b"\n\n"

@@ -5,8 +5,8 @@ Pure ASGI: it sees every body message as it passes, so a stream is never gathere
 
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -101,10 +101,8 @@ class PolicyMiddleware:
         try:
             refuse_encoded(scope["headers"])
             body = await read_body(receive)
-            body, request, model, schema = take_policy(
-                body, path, self._model_name, self._face.completes_middles
-            )
-            policy, left_out = self._face.choose(request)
+            body, asked = take_policy(body, path, self._model_name, self._face.completes_middles)
+            policy, left_out = self._face.choose(asked.policy)
         except ClientGone:
             return
         except RequestError as error:
@@ -114,13 +112,22 @@ class PolicyMiddleware:
             param = f"fathom.{error.field}" if error.field else "fathom"
             await send_error(path, RequestError(400, str(error), param), send)
             return
-        context = RequestContext(path, policy, received_time, left_out, model, schema, body_bytes=len(body))
+        context = RequestContext(
+            path,
+            policy,
+            received_time,
+            left_out,
+            asked.model,
+            asked.schema,
+            asked.stops,
+            body_bytes=len(body),
+        )
         token = CURRENT.set(context)
         answer = Answer(send, context, self._remember if path == RESPONSES else None)
         try:
             await self._app(with_length(scope, len(body)), replay(body, receive), answer)
         except Exception as error:
-            if answer.begun or not raised_by_body(error):
+            if not raised_by_body(error):
                 raise
             await send_error(path, RequestError(400, MALFORMED), send)
         finally:
@@ -171,9 +178,24 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Any, str, str]:
-    """The body without its ``fathom`` member and what is ``null`` for unsaid, that member (None where there is none),
-    the model it names, and the JSON schema of a message's answer ("" where it has none).
+class Asked(NamedTuple):
+    """What a body says.
+
+    Attributes:
+        policy: its ``fathom`` member; None where there is none.
+        model: the name it gives of one; "" where it gives none.
+        schema: the JSON schema of a message's answer; "" where it has none.
+        stops: the stop sequences of a message.
+    """
+
+    policy: Any
+    model: str
+    schema: str
+    stops: Sequence[Any]
+
+
+def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[bytes, Asked]:
+    """The body without its ``fathom`` member and what is ``null`` for unsaid, and what it says.
 
     Raises:
         RequestError: 400 for what is no JSON object, and as :func:`refuse_illegal`.
@@ -186,16 +208,20 @@ def take_policy(body: bytes, path: str, served: str, middles: bool) -> tuple[byt
         raise RequestError(400, "the request body must be a JSON object")
     refuse_illegal(path, content, middles)
     shorter = without_nulls(path, content)
-    model = content.get("model")
-    name = model if isinstance(model, str) else ""
-    schema = schema_of_answer(content) if path == MESSAGES else ""
+    model, stops = content.get("model"), content.get("stop_sequences")
+    asked = Asked(
+        content.get("fathom"),
+        model if isinstance(model, str) else "",
+        schema_of_answer(content) if path == MESSAGES else "",
+        stops if path == MESSAGES and isinstance(stops, list) else (),
+    )
     unnamed = path == RESPONSES and model is None
     if unnamed:  # as on the other routes; SGLang asks for it by an error of its own
         content["model"] = served
     if "fathom" not in content and not unnamed and not shorter:
-        return body, None, name, schema
-    request = content.pop("fathom", None)
-    return orjson.dumps(content), request, name, schema
+        return body, asked
+    content.pop("fathom", None)
+    return orjson.dumps(content), asked
 
 
 def refuse_by_default(path: str, body: bytes) -> None:
@@ -267,10 +293,8 @@ class Answer:
         self._held: Message | None = None
         self._parts: list[bytes] = []
         self._events: EventEcho | None = None
-        self.begun = False
 
     async def __call__(self, message: Message) -> None:
-        self.begun = True
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] != "http.response.body":

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fathom.runtime.config import Policy
 from fathom.server.context import CURRENT, RequestContext
-from fathom.server.echo import EventEcho
-from fathom.server.routes import GENERATE, RESPONSES
+from fathom.server.echo import EventEcho, with_stop
+from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
 
 
 def echo_of_a_generation():
@@ -61,3 +61,80 @@ def test_a_response_that_failed_shows_no_source(reported, client, finished):
     (told,) = client(script).call(RESPONSES, {}).events
     assert told["response"]["error"] == {"code": "server_error", "message": "no: bad type"}
     assert ("fathom" in told) == reported
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    ("matched", "reason", "told"),
+    [
+        ("STOP", "end_turn", ("stop_sequence", "STOP")),
+        ("STOP", "tool_use", ("tool_use", None)),
+        ("</turn>", "end_turn", ("end_turn", None)),
+        (2, "end_turn", ("end_turn", None)),
+        (None, "max_tokens", ("max_tokens", None)),
+    ],
+)
+def test_a_stop_sequence_takes_the_place_of_the_end_of_a_turn(matched, reason, told, streamed):
+    """If it is the client's, and not one of a template or of the operator."""
+    context = RequestContext(MESSAGES, Policy(), 0.0, stops=["more", "STOP"])
+    context.collect({"meta_info": {"id": "a", "finish_reason": {"type": "stop", "matched": matched}}})
+    end = {"stop_reason": reason}
+    content = json.loads(with_stop(json.dumps({"delta": end} if streamed else end).encode(), context))
+    end = content["delta"] if streamed else content
+    assert (end["stop_reason"], end.get("stop_sequence")) == told
+
+
+@pytest.mark.parametrize("path", GENERATION_ROUTES)
+def test_stop_sequences_are_those_of_a_message(path, client, finished):
+    body = {"model": "m", "stop_sequences": ["more", "STOP"]}
+
+    async def script():
+        context = CURRENT.get()
+        context.expected += 1
+        finished()
+        context.stopped_by = "STOP"
+        yield b'event: message_delta\ndata: {"delta": {"stop_reason": "end_turn"}}\n\n'
+
+    (told,) = client(script).call(path, body).events
+    ended = ("stop_sequence", "STOP") if path == MESSAGES else ("end_turn", None)
+    assert (told["delta"]["stop_reason"], told["delta"].get("stop_sequence")) == ended
+
+
+TEXT = b'data: {"id": "c", "choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n'
+END = b'data: {"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'
+ERROR = b'data: {"error": {"message": "max_new_tokens must be less"}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
+def test_nothing_follows_an_error_in_a_stream(path, client, finished):
+    """Also where another generation of the request has an account."""
+
+    async def script():
+        CURRENT.get().expected += 2
+        yield TEXT
+        finished()
+        yield ERROR
+        yield DONE
+
+    text, error, done = client(script).call(path, {}).events
+    assert text == json.loads(TEXT[6:]) and done == "[DONE]"
+    name = "max_new_tokens" if path == GENERATE else "max_tokens"
+    assert error == {"error": {"message": f"{name} must be less"}}
+
+
+def test_the_object_waits_for_the_end_of_every_generation(client, finished, fathom_object):
+    """However often one of them is said to have ended."""
+
+    async def script():
+        CURRENT.get().expected += 2
+        finished(0)
+        yield END
+        yield END
+        yield END
+        finished(1)
+        yield END
+
+    *before, last = client(script).call(CHAT, {}).events
+    assert not any("fathom" in event for event in before)
+    assert last["fathom"] == fathom_object(2)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fathom.runtime.config import Policy
 from fathom.server.admission import AdmissionMiddleware, Gate
-from fathom.server.context import CURRENT, Face, RequestContext, merge
-from fathom.server.echo import splice, with_stop
+from fathom.server.context import CURRENT, Face, merge
+from fathom.server.echo import splice
 from fathom.server.routes import (
     CHAT,
     COMPLETIONS,
@@ -296,16 +296,6 @@ def test_a_stream_that_failed_is_left_alone(client, finished):
         yield DONE
 
     assert client(script).call(CHAT, {}).events == [{"error": {"message": "x"}}, "[DONE]"]
-
-
-@pytest.mark.parametrize(
-    ("reason", "told"), [("end_turn", ("stop_sequence", "STOP")), ("tool_use", ("tool_use", None))]
-)
-def test_a_stop_sequence_takes_the_place_of_the_end_of_a_turn(reason, told):
-    context = RequestContext(MESSAGES, Policy(), 0.0)
-    context.collect({"meta_info": {"id": "a", "finish_reason": {"type": "stop", "matched": "STOP"}}})
-    end = json.loads(with_stop(json.dumps({"delta": {"stop_reason": reason}}).encode(), context))["delta"]
-    assert (end["stop_reason"], end.get("stop_sequence")) == told
 
 
 @pytest.mark.parametrize("terminal", ["message_delta", "message_stop"])
