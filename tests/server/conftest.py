@@ -122,6 +122,7 @@ class Client:
                 assert reply.status == 0
                 reply.status = message["status"]
                 reply.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+                assert len(reply.headers) == len(message["headers"])
             else:
                 reply.chunks.append(message.get("body", b""))
                 if on_chunk:

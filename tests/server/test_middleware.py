@@ -70,6 +70,39 @@ def test_a_body_without_a_policy_passes_byte_for_byte(path, client):
     assert caller.inner.bodies == [raw]
 
 
+@pytest.mark.parametrize("path", GENERATION_ROUTES)
+def test_what_a_request_says_of_its_model_and_its_answer(path, client):
+    """A response needs no model; a schema of this form is a message's."""
+    seen = []
+    caller = client((1, ANSWERS[path]))
+    caller.app._model_name = "served"
+    schema = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "null"}}}}
+    for model in ({}, {"model": None}, {"model": "m"}, {"model": 5}):
+        body = model | schema
+        caller.call(path, body, on_chunk=lambda _: seen.append(CURRENT.get()))
+        unnamed = path == RESPONSES and model.get("model") is None
+        assert json.loads(caller.inner.bodies.pop()) == body | ({"model": "served"} if unnamed else {})
+    assert [context.model for context in seen] == ["", "", "m", ""]
+    assert {context.json_schema for context in seen} == {'{"type":"null"}' if path == MESSAGES else ""}
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_a_body_that_came_in_pieces_is_handed_on_with_its_length(path, client):
+    raw = b'{"model": "m"}'
+    caller = client((1, ANSWERS[path]))
+    caller.call(path, raw, "PUT", parts=[raw[:3], raw[3:]], headers=[(b"Transfer-Encoding", b"chunked")])
+    assert caller.inner.scopes[0]["headers"] == [(b"content-length", b"%d" % len(raw))]
+    assert caller.inner.policies == [Policy()]
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_a_probe_without_a_body_is_one_with_it(path, client):
+    caller = client((0, b"{}"))
+    for method in ("HEAD", "GET", "POST"):
+        caller.call(path, b"", method)
+    assert [scope["method"] for scope in caller.inner.scopes] == ["GET", "GET", "POST"]
+
+
 @pytest.mark.parametrize("path", [*GENERATION_ROUTES, CHAT + "/"])
 @pytest.mark.parametrize("raw", [b'{"bad', b"", b"[]", b"3", b'"x"', b"\xff", b'{"a":' * 2000])
 def test_what_is_no_json_object_is_a_400(path, raw, client):
@@ -345,6 +378,34 @@ def test_a_background_response_tells_when_it_is_retrieved(client, fathom_object)
     assert reply.json["fathom"] == {"preset": "exact", "kept_tokens": 4, "generations": 1}
 
 
+def test_the_accounts_of_the_last_responses_are_kept(client, monkeypatch, fathom_object):
+    monkeypatch.setattr("fathom.server.middleware.STORED", 2)
+    caller = client(None)
+    for name in "abc":
+        caller.inner.script = (1, b'{"id":"resp_%s"}' % name.encode())
+        caller.call(RESPONSES, {"model": "m"})
+    for name in "abc":
+        caller.inner.script = (0, b'{"id":"resp_%s"}' % name.encode())
+        told = caller.call(f"{RESPONSES}/resp_{name}", b"", "GET").json
+        assert told.get("fathom") == (None if name == "a" else fathom_object())
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_a_packed_answer_is_left_alone(path, client):
+    """Whoever packed it, its bytes are no JSON."""
+
+    async def app(scope, receive, send):
+        await receive()
+        expect(1)
+        headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": b"\x1f\x8b"})
+
+    caller = client(None)
+    caller.app._app = app
+    assert caller.call(path, {"model": "m"}).body == b"\x1f\x8b"
+
+
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 def test_nothing_is_held_back(path, client, finished):
     """Each event must have left before the next one is made."""
@@ -407,6 +468,13 @@ def test_requests_in_parallel_keep_their_own_policy(client, fathom_object):
 
     asyncio.run(everyone())
     assert len({id(context) for context in seen.values()}) == 5
+
+    async def one_after_the_other():
+        for number in range(2):
+            await one(number)
+            assert CURRENT.get() is None
+
+    asyncio.run(one_after_the_other())
 
 
 @pytest.mark.parametrize("path", TEXT_ROUTES)
