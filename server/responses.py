@@ -72,7 +72,7 @@ def install() -> None:
         self.msg_store = Recent(2 * STORED, lambda key, _: key in self.response_store)
 
     def history(self: Any, request: Any) -> list[Any]:
-        if request.previous_response_id in self.msg_store or request.request_id not in self.msg_store:
+        if request.request_id not in self.msg_store:
             return history_of(self, request)
         return list(self.msg_store[request.request_id])  # as it was when the request came
 
@@ -94,6 +94,7 @@ def install() -> None:
         if request.request_id in self.response_store:
             message = "request_id must not be that of a response that is stored"
             return self.create_error_response(message, param="request_id")
+        self.msg_store.pop(request.request_id, None)  # of one that failed, which may have asked for else
         return await create(self, request, raw_request)
 
     OpenAIServingResponses.__init__ = with_bounds

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ class _Finder:
     def contents(self) -> dict[str, list[Span]]:
         """System text and tool results."""
         kinds = [KIND_OF_ROLE.get(message.get("role", "")) for message in self.messages]
-        written = [i for i, message in enumerate(self.messages) if _core(message)]
+        written = [i for i, message in enumerate(self.messages) if _texts(message)]
         first_other = next((i for i in written if kinds[i] != SYSTEM), None)
         wanted = [i for i in written if kinds[i] or i == first_other]
         marked = self._by_marks(wanted)
@@ -143,19 +144,23 @@ class _Finder:
                 opened[index] = plain
             elif index in opened:
                 found[index].append((opened.pop(index), plain))
+            else:
+                return None
         unmarked = re.sub(rf"{name}\d+[qz]", "", rendered)
         return found if unmarked == self.text and not opened else None
 
     def _without_marks(self, index: int) -> list[Span] | None:
-        """The one place where the content stands as it is; else the message's part of the conversation; else every
-        place where the content stands."""
-        places = [m.span() for m in re.finditer(re.escape(_core(self.messages[index])), self.text)]
-        if len(places) == 1:
-            return places
+        """The one place where each text of the content stands as it is; else the message's part of the
+        conversation; else every place where they stand."""
+        texts = [re.finditer(re.escape(text), self.text) for text in _texts(self.messages[index])]
+        found = [[match.span() for match in matches] for matches in texts]
+        places = sorted(chain(*found))
+        if all(len(each) == 1 for each in found):
+            return [(places[0][0], max(stop for _, stop in places))]
         before = self._try(self.messages[:index], self.definitions, False) if index else ""
         after = self._try(self.messages[: index + 1], self.definitions, False)
         if before is None or after is None or not self.text.startswith(after) or not after.startswith(before):
-            return places or None
+            return places if all(found) else None
         return [(len(before), len(after))]
 
     def header(self) -> list[Span]:
@@ -164,7 +169,7 @@ class _Finder:
         if without is not None and without != self.text:
             return [(_shared_start(without, self.text), len(self.text))]
         # It has none, or writes it always: then it is what comes after the last content.
-        last = max((i for i, message in enumerate(self.messages) if _core(message)), default=None)
+        last = max((i for i, message in enumerate(self.messages) if _texts(message)), default=None)
         found = self._by_marks([last]) if last is not None else None
         if last is None or not found or not found[last]:
             self.problems[HEADER] = "the chat template hides where the generation header is"
@@ -195,20 +200,18 @@ def _additions(without: str, text: str) -> list[Span]:
     end = _shared_start(rest[0][::-1], rest[1][::-1])
     old, new = (part[: len(part) - end] for part in rest)
     before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
-    if not old or len(before) + len(after) > MAX_DIFF_LINES:
+    if len(before) + len(after) > MAX_DIFF_LINES:
         return [(start, start + len(new))]
     offsets = np.cumsum([start, *map(len, after)]).tolist()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    return [(offsets[j], offsets[k]) for tag, _, _, j, k in matcher.get_opcodes() if tag != "equal" and j < k]
+    return [(offsets[j], offsets[k]) for tag, _, _, j, k in matcher.get_opcodes() if tag != "equal"]
 
 
-def _core(message: Message) -> str:
-    """The text of a message without the white space around it, which templates may drop."""
+def _texts(message: Message) -> list[str]:
+    """The texts of a message without the white space around them, which templates may drop; no empty ones."""
     content = message.get("content")
-    if isinstance(content, str):
-        return content.strip()
-    texts = [part["text"].strip() for part in _text_parts(content)]
-    return max(texts, key=len, default="")
+    texts = [content] if isinstance(content, str) else [part["text"] for part in _text_parts(content)]
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _text_parts(content: Any) -> list[Mapping[str, Any]]:
@@ -260,7 +263,7 @@ class _Places:
             first = first + shift if first >= tail_begin else self._same_head
         if last > self._same_head:
             last = last + shift if last >= tail_begin else self.prompt_tokens - self._same_tail
-        return first, max(first, last)
+        return first, last
 
 
 def _shared_start(a: str, b: str) -> int:

@@ -47,7 +47,7 @@ def mark_of(self: Any) -> str:
 def text_first(self: Any, text: str) -> tuple[str, str]:
     """What is text before the first thoughts, and the rest."""
     begin = text.find(mark_of(self))
-    if self._in_reasoning or self.stripped_think_start or begin < 0:
+    if self._in_reasoning or begin < 0:
         begin = 0
     return text[:begin], text[begin:]
 
@@ -76,7 +76,7 @@ def increment(self: Any, new_text: str) -> StreamingParseResult:
     found.normal_text += behind
     if thinks and not self._in_reasoning:
         self.stripped_think_start = True  # one that comes now is text
-    if not (self._in_reasoning or self.stripped_think_start or self._buffer or found.reasoning_text):
+    if not (self.stripped_think_start or self._buffer):
         end = len(found.normal_text) - self._ends_with_partial_token(found.normal_text, mark_of(self))
         found.normal_text, self._buffer = found.normal_text[:end], found.normal_text[end:]
     found.normal_text = before + found.normal_text

@@ -37,13 +37,16 @@ def installed(monkeypatch):
 def test_a_response_takes_no_stored_ones_place(installed):
     told = []
     serving = SimpleNamespace(
-        response_store={"resp_a": 1}, create_error_response=lambda *a, **b: told.append(b)
+        response_store={"resp_a": 1},
+        msg_store={"resp_a": ["kept"], "resp_b": ["of a request that failed"]},
+        create_error_response=lambda *a, **b: told.append(b),
     )
     for name in ("resp_b", "resp_a"):
         request = ResponsesRequest(input="x", model="m", request_id=name)
         answer = asyncio.run(OpenAIServingResponses.create_responses(serving, request))
         assert (answer == "created") == (name == "resp_b")
     assert told == [{"param": "request_id"}]
+    assert serving.msg_store == {"resp_a": ["kept"]}
 
 
 def test_the_stored_responses_used_last_are_kept_with_their_conversations(installed):

@@ -151,19 +151,23 @@ def test_a_plain_question_protects_little(tokenizer, template):
     assert prompt.text.endswith(header) and "assistant" in header and "Emma" not in header
 
 
-def test_later_system_messages_and_lists_of_parts(tokenizer):
+@pytest.mark.parametrize(("system", "tool"), [("system", "tool"), ("developer", "function")])
+def test_later_system_messages_and_lists_of_parts(tokenizer, system, tool):
     parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts "}]
     messages = [
         {"role": "user", "content": parts},
-        {"role": "system", "content": "New rule."},
-        {"role": "tool", "content": "nothing"},
-        {"role": "tool", "content": "xmark3q"},
+        {"role": system, "content": "New rule."},
+        {"role": tool, "content": "nothing"},
+        {"role": tool, "content": "xmark3q xmarkx3z"},
         {"role": "user", "content": "Go."},
     ]
     prompt = Prompt(tokenizer, CHATML, messages)
     assert prompt.found.problems == {}
     assert [text.strip() for text in prompt.texts(SYSTEM)] == ["<|im_start|>user", "New rule."]
-    assert [text.strip() for text in prompt.texts(TOOL_RESULTS)] == ["nothing", "xmark3q"]
+    assert [text.strip() for text in prompt.texts(TOOL_RESULTS)] == ["nothing", "xmark3q xmarkx3z"]
+    messages[3]["content"] = messages[2]["content"] = ""
+    messages[2] = {"role": "function", "content": [{"type": "text", "text": text} for text in " \n12\n"]}
+    assert [text.strip() for text in Prompt(tokenizer, CHATML, messages).texts(TOOL_RESULTS)] == ["12"]
 
 
 def test_contents_that_the_template_leaves_out_are_no_problem(tokenizer):
@@ -177,6 +181,7 @@ def test_contents_that_the_template_leaves_out_are_no_problem(tokenizer):
     [
         (("messages[0].content }}<", "messages[0].content | upper }}<"), "NEVER GUESS"),
         (("messages[0].content }}<", "messages[0].content[:12] }}<"), "You answer"),
+        (("messages[0].content }}<", "messages[0].content[9:] }}<"), "wer in one word"),
     ],
 )
 def test_marks_that_change_what_is_rendered(tokenizer, change, system):
@@ -190,6 +195,82 @@ def test_marks_that_change_what_is_rendered(tokenizer, change, system):
 def test_a_header_that_is_always_there(tokenizer):
     always = CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
     assert Prompt(tokenizer, always, TALK).texts(HEADER)[0].endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_header_in_the_place_of_an_end(tokenizer):
+    ends = CHATML.replace("assistant\n{% endif %}", "assistant\n{% else %}<end of talk>{% endif %}")
+    (header,) = Prompt(tokenizer, ends, TALK).texts(HEADER)
+    assert "im_start|>assistant\n" in header and "<|im_end|>" not in header
+    always = CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}")
+    (header,) = Prompt(tokenizer, always, [*TALK, CALL]).texts(HEADER)
+    assert header.endswith("<|im_start|>assistant\n") and "tomorrow" not in header
+
+
+def test_contents_that_are_written_twice(tokenizer):
+    """What is before the first of them is the template's, and what is behind the last of them the header."""
+    twice = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %} again: {{ messages[-1].content }}[go]"
+    prompt = Prompt(tokenizer, twice, [TALK[0], TALK[1]])
+    assert prompt.found.problems == {}
+    (system,), (header,) = prompt.texts(SYSTEM), prompt.texts(HEADER)
+    assert RULES in system and "weather" not in system and "go]" in header and "again" not in header
+
+
+def test_a_call_and_its_result_before_any_other_message(tokenizer):
+    """A message without a text is nowhere; the first that has one ends the template's words, whose ever it is."""
+    prompt = Prompt(tokenizer, CHATML, [TALK[0], *TALK[2:]])
+    assert prompt.found.problems == {} and prompt.texts(TOOL_RESULTS) == [RESULT]
+    (system,) = prompt.texts(SYSTEM)
+    assert "<tool_call>" in system and RESULT not in system
+
+
+def test_an_answer_whose_thoughts_the_template_leaves_out(tokenizer):
+    """What the template writes before it is protected as before any other message."""
+    shortened = CHATML.replace("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] | trim }}")
+    talk = [TALK[0], {"role": "assistant", "content": "Hm.</think>Hello."}, TALK[1]]
+    prompt = Prompt(tokenizer, shortened, talk)
+    assert prompt.found.problems == {} and "Hm." not in prompt.text
+    (system,) = prompt.texts(SYSTEM)
+    assert RULES in system and system.endswith("<|im_end|>\n") and "Hello" not in system
+
+
+LOUD = CHATML.replace("messages[0].content }}<", "messages[0].content | upper }}<")
+"""Marks change what it writes; contents are found as they stand, or by their part of the conversation."""
+
+
+def test_without_marks_every_text_of_a_content_is_found(tokenizer):
+    parts = [{"type": "text", "text": text} for text in ("first", "a much longer second")]
+    talk = [TALK[0], TALK[1], {"role": "function", "content": parts}, TALK[4]]
+    (result,) = Prompt(tokenizer, LOUD, talk).texts(TOOL_RESULTS)
+    assert result == "firsta much longer second"
+
+
+def test_without_marks_a_result_is_not_its_quotation(tokenizer):
+    """Where the conversation up to it does not tell, all that it may be is protected, or else the whole prompt."""
+    talk = [TALK[0], {"role": "user", "content": f"Is it {RESULT}?"}, *TALK[2:]]
+    (result,) = Prompt(tokenizer, LOUD, talk).texts(TOOL_RESULTS)
+    assert RESULT in result and "Is it" not in result and "tomorrow" not in result
+    numbered = "{{ messages | length }} messages\n" + LOUD
+    assert Prompt(tokenizer, numbered, talk).texts(TOOL_RESULTS) == [RESULT] * 2
+    hidden = numbered.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool")
+    assert TOOL_RESULTS in Prompt(tokenizer, hidden, TALK).found.problems
+    ending = LOUD.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool")
+    ending += "{% if messages[-1].role == 'assistant' %} This is the end of the talk.{% endif %}"
+    assert TOOL_RESULTS in Prompt(tokenizer, ending, TALK).found.problems
+
+
+def test_no_tools_are_none_and_keywords_are_the_templates(tokenizer):
+    telling = CHATML + "{% if tools is not none %}tools{% endif %}{{ name }}"
+    assert Prompt(tokenizer, telling, TALK, []).found == Prompt(tokenizer, telling, TALK).found
+    found = [
+        find_spans(tokenizer, TALK, template_kwargs={"name": name}) for name in ("", "Fathom, at the end")
+    ]
+    assert found[0].prompt_tokens < found[1].prompt_tokens
+
+
+def test_long_definitions_are_not_compared_line_by_line(tokenizer, monkeypatch):
+    monkeypatch.setattr(spans, "MAX_DIFF_LINES", 3)
+    (tools,) = Prompt(tokenizer, LLAMA, TALK, [TOOL]).texts(TOOLS)
+    assert "Environment: python\n" in tools and '"city"' in tools and "What is" not in tools
 
 
 def test_what_cannot_be_found_protects_the_whole_prompt(tokenizer):
@@ -234,6 +315,7 @@ def test_a_tokenizer_without_offsets(tokenizer):
     tokenizer.chat_template = CHATML
     found = find_spans(Slow(), TALK)
     assert set(found.problems) == set(KINDS) and found.tokens() == ((0, found.prompt_tokens),)
+    assert find_spans(Slow(), TALK, prompt_ids=[5] * 9).tokens() == ((0, 9),)
 
 
 def test_errors_of_the_conversation_itself_are_raised(tokenizer):
@@ -278,7 +360,7 @@ def test_spans_together_are_what_each_of_them_holds(found):
 @settings(max_examples=500)
 @given(st.text("ab", max_size=8), st.text("ab", max_size=8), SPANS)
 def test_places_where_the_prompt_is_another_text(rendered, run, span):
-    """Each token is a character. What both texts begin or end with stays, and of the rest it is all."""
+    """Each token is a character. What both texts begin or end with stays, and of the rest it is all, if any."""
     head, tail = 0, 0
     while rendered[: head + 1] == run[: head + 1] and head < len(run):
         head += 1
@@ -294,3 +376,5 @@ def test_places_where_the_prompt_is_another_text(rendered, run, span):
     offsets = [(place, place + 1) for place in range(len(rendered))]
     first, last = spans._Places(offsets, *ids).tokens(span)
     assert wanted <= set(range(first, last)) <= wanted | set(range(head, end))
+    if span[1] <= head or head < len(rendered) - tail <= span[0]:
+        assert set(range(first, last)) == wanted
