@@ -125,3 +125,19 @@ def test_room_is_made_by_an_adapter_that_nobody_asks_for():
         assert await adapters.lru_lora_name(exclude_pinned=True) is None
 
     asyncio.run(scenario())
+
+
+def test_what_is_loaded_already_waits_for_no_loading(monkeypatch):
+    """Nor do prompts of a batch that want no adapter."""
+    waited = []
+
+    async def resolve(self, obj):
+        waited.append(self._loads_adapters.locked())
+
+    monkeypatch.setattr(TokenizerManager, "_resolve_lora_path", resolve)
+    manager = FathomTokenizerManager.__new__(FathomTokenizerManager)
+    manager._loads_adapters, manager.lora_ref_cache = asyncio.Lock(), {}
+    manager.lora_registry = Adapters([LoRARef(lora_name="legal", lora_path="legal")], list)
+    for path in (None, "legal", [None, "legal"], [None, None], ["legal", "tone"]):
+        asyncio.run(manager._resolve_lora_path(SimpleNamespace(lora_path=path)))
+    assert waited == [False, False, False, False, True]

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
@@ -23,6 +24,8 @@ ILLEGAL = [
     ({"temperature": "hot"}, "sampling_params.temperature: Expected `float`"),
     ({"logit_bias": True}, "sampling_params.logit_bias: Expected"),
     ({"logit_bias": {"2048": 1.0}}, "token ids in [0, 2047] as keys, got '2048'"),
+    ({"logit_bias": {"²": 1.0}}, "token ids in [0, 2047] as keys, got '²'"),
+    ({"logit_bias": {"7": float("nan")}}, "logit_bias must be in [-1e+30, 1e+30], got nan"),
     ({"logit_bias": {"-1": 1.0}}, "token ids in [0, 2047] as keys, got '-1'"),
     ({"max_new_tokens": 2**40}, "max_new_tokens must be an integer in"),
     ({"max_new_tokens": 1.5}, "sampling_params.max_new_tokens: Expected `int"),
@@ -41,6 +44,9 @@ ILLEGAL = [
     ({"stop": ["a", ""]}, "stop must not have an empty text"),
     ({"stop_regex": ""}, "stop_regex must not have an empty text"),
     ({"stop_regex": ["a", "(("]}, "stop_regex '((' is not a regular expression"),
+    ({"stop_regex": r"\p{L}"}, r"stop_regex '\\p{L}' is not a regular expression"),
+    ({"stop_regex": "(" * 5000}, "is not a regular expression"),
+    ({"stop_regex": "a{99999999999999999999}"}, "is not a regular expression"),
     ({"stop_regex": "[[:none:]]"}, "stop_regex '[[:none:]]' is not a regular expression"),
     ({"logit_bias": {"7": 1e38}}, "logit_bias must be in [-1e+30, 1e+30], got 1e+38"),
     ({"logit_bias": {"7": -1e31}}, "logit_bias must be in [-1e+30, 1e+30], got -1e+31"),
@@ -56,6 +62,7 @@ ILLEGAL = [
         *((sampling, told) for sampling, told in ILLEGAL),
         ([1], "must be a JSON object"),
         ({"n": 2}, "n is not for requests that do not say it"),
+        ({"beam_width": 2}, "beam_width is not for requests that do not say it"),
         ({"is_normalized": True}, "is_normalized is not for requests"),
         ({"unheard_of": 1}, "unheard_of is not a sampling parameter"),
         ({"temperature": -1}, "temperature must be"),
@@ -76,6 +83,8 @@ def test_what_no_request_may_have_is_not_preferred(given, told):
         ({"input_ids": [[1]] * 32}, {"n": 128}, True),
         ({"input_ids": [[1]] * 33}, {"n": 128}, False),
         ({"text": ["a"] * 64}, [{"n": 65}] * 64, False),
+        ({"text": ["a"] * 64}, [*[{}] * 63, {"n": 65}], False),
+        ({"text": ["a"] * 65}, [{"n": 63}, *[{}] * 64], True),
     ],
 )
 def test_a_batch_is_bounded(prompts, sampling, legal):
@@ -112,6 +121,7 @@ def test_sampling_parameters(params, message):
         ("top_logprobs_num", 1025),
         ("top_logprobs_num", [0, -1]),
         ("logprob_start_len", -2),
+        ("logprob_start_len", 2**31),
         ("priority", 2**40),
         ("max_thinking_tokens", -1),
         ("return_hidden_states", []),
@@ -131,8 +141,9 @@ def test_sampling_parameters(params, message):
 )
 def test_fields_of_the_request(field, value):
     prompt = {} if field == "input_ids" else {"text": "a"}
-    with pytest.raises(ValueError, match=field):
+    with pytest.raises(ValueError, match=field) as caught:
         bounds.check(GenerateReqInput(**prompt, **{field: value}), VOCABULARY)
+    assert "None prompts" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [[[0.5, 0.5]], [[[0.5, 0.5]], [[1.0, 1.0]]], []])
@@ -163,6 +174,7 @@ def test_several_prompts_may_have_a_value_each():
         bootstrap_host=["a", None],
     )
     bounds.check(request, VOCABULARY)
+    bounds.check(GenerateReqInput(text=["a", "b"], token_ids_logprob=[1, 2, 3]), VOCABULARY)  # one for both
     request.return_hidden_states = ["last", "first"]
     with pytest.raises(ValueError, match="return_hidden_states: Invalid enum value 'first'"):
         bounds.check(request, VOCABULARY)
@@ -176,6 +188,7 @@ def test_several_prompts_may_have_a_value_each():
     [
         ({"text": "a"}, None),
         ({"text": ["a"]}, 1),
+        ({"text": []}, 0),
         ({"input_ids": [1, 2]}, None),
         ({"input_ids": [[1], [2]]}, 2),
         ({"input_embeds": [[0.5]]}, None),
@@ -186,7 +199,7 @@ def test_several_prompts_may_have_a_value_each():
 def test_a_batch_is_what_sglang_takes_for_one(member, several):
     request = GenerateReqInput(**member)
     assert bounds.prompts_of(request) == several
-    if member:
+    if several != 0 and member:
         request.normalize_batch_and_arguments()
         assert (None if request.is_single else request.batch_size) == several
 
@@ -207,10 +220,14 @@ def test_a_list_has_one_value_per_prompt(asked):
 
 
 def test_ordinary_requests_pass():
+    session = {"id": "a", "rid": "b", "offset": 3, "replace": True, "drop_previous_output": False}
+    bounds.check(GenerateReqInput(text="a", session_params=session, max_thinking_tokens=0), VOCABULARY)
     request = GenerateReqInput(
         input_ids=[0, VOCABULARY - 1], top_logprobs_num=5, logprob_start_len=-1, priority=3
     )
     bounds.check(request, VOCABULARY)
+    with pytest.raises(ValueError, match=r"top_logprobs_num must be an integer in \[0, 4\], got 5"):
+        bounds.check(GenerateReqInput(input_ids=[0], top_logprobs_num=5), 4)
 
 
 EMBEDDED = [
@@ -256,6 +273,8 @@ def test_a_text_has_tokens_of_the_model_only():
     """Its tokenizer may know more; what is behind the table of embeddings ends the engine."""
     bounds.check_prompt([], VOCABULARY)
     bounds.check_prompt([0, 2047], VOCABULARY)
+    with pytest.raises(ValueError, match="the tokenizer made 2048"):
+        bounds.check_prompt([1, 2048], VOCABULARY)
     with pytest.raises(ValueError, match=r"token ids in \[0, 2047\].*the tokenizer made 2050"):
         bounds.check_prompt([1, 2050, 2048], VOCABULARY)
 
@@ -283,4 +302,16 @@ def test_an_id_that_is_not_fit_for_a_line_of_the_log(rid):
     for given in ({"text": "a", "rid": rid}, {"text": ["a", "b"], "rid": ["x", rid]}):
         with pytest.raises(ValueError, match="rid must be of at most 512 characters that can be printed"):
             bounds.check_clients(GenerateReqInput(**given))
-    bounds.check_clients(GenerateReqInput(text="a", rid="chat 7: ü" + "x" * 500))
+    bounds.check_clients(GenerateReqInput(text="a", rid="chat 7: ü".ljust(bounds.LONGEST_RID, "x")))
+
+
+def test_what_clients_may_not_ask_for():
+    for given in ("", ["x", ""]):
+        with pytest.raises(ValueError, match="rid must not be empty"):
+            bounds.check_clients(GenerateReqInput(text="a", rid=given))
+    for given in (f"{HEALTH_CHECK_RID_PREFIX}_7", ["x", HEALTH_CHECK_RID_PREFIX]):
+        with pytest.raises(ValueError, match=f"rid must not begin with {HEALTH_CHECK_RID_PREFIX}"):
+            bounds.check_clients(GenerateReqInput(text="a", rid=given))
+    with pytest.raises(ValueError, match="log_metrics must be true"):
+        bounds.check_clients(GenerateReqInput(text="a", log_metrics=False))
+    bounds.check_clients(GenerateReqInput(text="a"))
