@@ -223,10 +223,13 @@ def test_a_call_and_its_result_before_any_other_message(tokenizer):
     assert "<tool_call>" in system and RESULT not in system
 
 
-def test_an_answer_whose_thoughts_the_template_leaves_out(tokenizer):
+@pytest.mark.parametrize(("said", "kept"), [("Hm.</think>Hello.", -1), ("Hello.</think>Hm.", 0)])
+def test_an_answer_of_which_the_template_leaves_the_thoughts_out(tokenizer, said, kept):
     """What the template writes before it is protected as before any other message."""
-    shortened = CHATML.replace("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] | trim }}")
-    talk = [TALK[0], {"role": "assistant", "content": "Hm.</think>Hello."}, TALK[1]]
+    shortened = CHATML.replace(
+        "{{ m.content | trim }}", f"{{{{ m.content.split('</think>')[{kept}] | trim }}}}"
+    )
+    talk = [TALK[0], {"role": "assistant", "content": said}, TALK[1]]
     prompt = Prompt(tokenizer, shortened, talk)
     assert prompt.found.problems == {} and "Hm." not in prompt.text
     (system,) = prompt.texts(SYSTEM)
@@ -252,6 +255,8 @@ def test_without_marks_a_result_is_not_its_quotation(tokenizer):
     numbered = "{{ messages | length }} messages\n" + LOUD
     assert Prompt(tokenizer, numbered, talk).texts(TOOL_RESULTS) == [RESULT] * 2
     hidden = numbered.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool")
+    assert TOOL_RESULTS in Prompt(tokenizer, hidden, TALK).found.problems
+    hidden = hidden.replace("{{ messages | length }} messages", "{{ 'five' if messages | length == 5 }}")
     assert TOOL_RESULTS in Prompt(tokenizer, hidden, TALK).found.problems
     ending = LOUD.replace("{{ m.content }}\n</tool", "{{ m.content | upper }}\n</tool")
     ending += "{% if messages[-1].role == 'assistant' %} This is the end of the talk.{% endif %}"
