@@ -166,8 +166,11 @@ def test_later_system_messages_and_lists_of_parts(tokenizer, system, tool):
     assert [text.strip() for text in prompt.texts(SYSTEM)] == ["<|im_start|>user", "New rule."]
     assert [text.strip() for text in prompt.texts(TOOL_RESULTS)] == ["nothing", "xmark3q xmarkx3z"]
     messages[3]["content"] = messages[2]["content"] = ""
-    messages[2] = {"role": "function", "content": [{"type": "text", "text": text} for text in " \n12\n"]}
-    assert [text.strip() for text in Prompt(tokenizer, CHATML, messages).texts(TOOL_RESULTS)] == ["12"]
+    messages[2] = {
+        "role": "function",
+        "content": [{"type": "text", "text": text} for text in ("", "none", " at ", "all")],
+    }
+    assert "".join(Prompt(tokenizer, CHATML, messages).texts(TOOL_RESULTS)).strip() == "none at all"
 
 
 def test_contents_that_the_template_leaves_out_are_no_problem(tokenizer):
