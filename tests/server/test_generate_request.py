@@ -56,6 +56,7 @@ class Engine:
                 if len(found) == most:
                     break
             await stream.aclose()
+            self.closed_with_it = self.closed
             return found
 
         token = CURRENT.set(context)
@@ -109,7 +110,7 @@ def test_a_batch_that_comes_at_once(engine):
 def test_what_is_left_is_closed_with_the_stream(engine):
     engine.outputs = [meta("a")] * 5
     engine.put_out(GenerateReqInput(text="x", stream=True), on(GENERATE), most=2)
-    assert engine.closed == 1
+    assert engine.closed_with_it == 1
 
 
 def test_a_request_gets_its_policy_its_spans_and_its_schema(engine):
@@ -220,3 +221,16 @@ def test_a_prompt_has_at_least_one_token():
         manager._validate_one_request(GenerateReqInput(text="a"), [7])
         with pytest.raises(ValueError, match="the prompt must have at least one token"):
             manager._validate_one_request(GenerateReqInput(text=""), [])
+
+
+def test_the_end_of_a_stream_ends_each_of_its_prompts(engine, monkeypatch):
+    """Of three, the second of which has another request's state by now."""
+    monkeypatch.setattr(ours, "ABORT_SECONDS", 0)
+    ended, (request, other) = [], (GenerateReqInput(text=list("abc"), rid=list("xyz")) for _ in range(2))
+    for each in (request, other):
+        each.normalize_batch_and_arguments()
+    owners = {"x": request[0], "y": other[1], "z": request[2]}
+    engine.manager.rid_to_state = {rid: SimpleNamespace(obj=owner) for rid, owner in owners.items()}
+    engine.manager.abort_request = ended.append
+    asyncio.run(engine.manager.create_abort_task(request)())
+    assert ended == ["x", "z"]

@@ -45,5 +45,6 @@ def test_no_minimal_length_holds_such_a_token_off(manager, where):
     with pytest.raises(ValueError, match=f"its token {VOCABULARY} ends answers"):
         check(min_new_tokens=1)
     manager.preferred_sampling_params = {"min_new_tokens": 1}
+    check(min_new_tokens=0)
     with pytest.raises(ValueError, match=f"its token {VOCABULARY} ends answers"):
         check()
