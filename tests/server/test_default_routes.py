@@ -6,7 +6,16 @@ import pytest
 from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.config import Policy
-from fathom.server.routes import CORPUS_ROUTES, GENERATES, GENERATION_ROUTES, OLLAMA, OLLAMA_SHOW, VERTEX
+from fathom.server.context import CURRENT, Face
+from fathom.server.routes import (
+    CORPUS_ROUTES,
+    GENERATES,
+    GENERATION_ROUTES,
+    OLLAMA,
+    OLLAMA_SHOW,
+    OTHER,
+    VERTEX,
+)
 
 BY_DEFAULT = [*(set(GENERATES) - set(GENERATION_ROUTES)), "/api/chat/"]
 
@@ -18,10 +27,15 @@ def test_a_policy_is_refused_where_none_can_be_asked_for(path, client):
     told = reply.json["error" if path.rstrip("/") in OLLAMA else "message"]
     assert reply.status == 400 and not caller.inner.bodies
     assert told.startswith("fathom cannot be had on this route") and all(r in told for r in GENERATION_ROUTES)
+    face, routes = Face({"prefill_keep_rate": 0.5}), []
     for raw in (b'{ "model" : "m",\n "fathom": null}', b"[1]", b'{"bad', b"\xff", b""):
-        caller = client((0, b"{}"))
-        assert caller.call(path, raw, parts=[raw[:3], raw[3:]]).status == 200
-        assert caller.inner.bodies == [raw] and caller.inner.policies == [Policy()]
+        caller = client((0, b"{}"), face)
+        reply = caller.call(
+            path, raw, parts=[raw[:3], raw[3:]], on_chunk=lambda _: routes.append(CURRENT.get().route)
+        )
+        assert reply.status == 200
+        assert caller.inner.bodies == [raw] and caller.inner.policies == [face.default] != [Policy()]
+    assert set(routes) == {OTHER}
 
 
 @pytest.mark.parametrize("path", [*OLLAMA, OLLAMA_SHOW])
