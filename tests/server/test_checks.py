@@ -95,6 +95,11 @@ def test_where_a_model_may_be(tmp_path, monkeypatch):
     assert asked == [("org/model", "--draft-model-path", "config.json")]
 
 
+def test_a_name_that_no_repository_can_have():
+    with pytest.raises(StartError, match="no such folder, and no such model on Hugging Face"):
+        checks.check_model("org/a--b")
+
+
 @pytest.mark.parametrize(
     ("draft", "difference"),
     [

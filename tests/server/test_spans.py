@@ -248,6 +248,10 @@ def test_without_marks_every_text_of_a_content_is_found(tokenizer):
     talk = [TALK[0], TALK[1], {"role": "function", "content": parts}, TALK[4]]
     (result,) = Prompt(tokenizer, LOUD, talk).texts(TOOL_RESULTS)
     assert result == "firsta much longer second"
+    hidden = "{{ messages | length }} messages\n" + LOUD.replace(
+        "{{ p.text }}", "{{ p.text[::-1] if loop.last else p.text }}"
+    )
+    assert TOOL_RESULTS in Prompt(tokenizer, hidden, talk).found.problems
 
 
 def test_without_marks_a_result_is_not_its_quotation(tokenizer):
