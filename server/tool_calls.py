@@ -26,9 +26,10 @@ def install() -> None:
         return parsing_active(self, request) or (demanded and bool(self._effective_tools(request)))
 
     def of_objects(self: Any, *choice: Any, **known: Any) -> Any:
-        kind, value = get_constraint(self, *choice, **known) or (None, None)
-        if kind != "structural_tag":
-            return None if kind is None else (kind, value)
+        constraint = get_constraint(self, *choice, **known)
+        if constraint is None or constraint[0] != "structural_tag":
+            return constraint
+        kind, value = constraint
         tag = value.model_dump(by_alias=True)
         make_objects(tag)
         return kind, type(value).model_validate(tag)
