@@ -2,7 +2,9 @@
 
 SGLang answers the former two with status 500 where they are noticed after the request was read. How long the prompt
 is, it tells with the first text of a stream, and says 0 where there is none. Thoughts that are left to the model
-(``adaptive``), it refuses where the model has none, though agents ask for them whatever the model.
+(``adaptive``), it refuses where the model has none, though agents ask for them whatever the model. And the line for
+Anthropic's accounts that Claude Code puts before its instructions, other ones in each conversation, it gives to the
+model, so that no two conversations begin alike.
 """
 
 import re
@@ -16,6 +18,7 @@ from starlette.exceptions import HTTPException
 from fathom.server.context import CURRENT
 from fathom.server.routes import MESSAGES
 
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 _END = re.compile(r'"finish_reason": ?"')
 _DATA = "data: "
 
@@ -57,6 +60,9 @@ def install() -> None:
         return await count_tokens(self, request, raw_request)
 
     def converted(self: Any, request: Any) -> Any:
+        if isinstance(request.system, list):
+            system = [block for block in request.system if not _BILLING.fullmatch(block.text or "")]
+            request = request.model_copy(update={"system": system})
         try:
             return convert(self, request)
         except ValueError:

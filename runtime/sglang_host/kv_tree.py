@@ -123,9 +123,7 @@ class DepthRadixCache(RadixCache):
         if uses_draft(req):
             # The draft goes on reading its own KV of the prompt, in the same virtual slots.
             found = self.match_prefix(MatchPrefixParams(key=key))
-            slots[:known] = found.device_indices[
-                :known
-            ]  # where others had left the same, the own ones are free
+            slots[:known] = found.device_indices[:known]  # the own ones of what others had left are free
             node = found.last_device_node
             self.inc_lock_ref(node)
             allocator.memory.lean(kv.req_pool_idx, len(key))

@@ -166,3 +166,38 @@ def test_only_the_end_of_a_message_waits_for_what_follows():
         return [len(begun) async for _ in messages.with_usage_at_the_end(events())]
 
     assert asyncio.run(step_by_step()) == [1, 2, 4, 4, 5]
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.%s; cc_entrypoint=sdk-cli;"
+
+
+@pytest.fixture
+def instructed(installed):
+    """What the prompt has before the conversation, of the instructions of a message."""
+
+    def told(system):
+        tokenizer = SimpleNamespace(chat_template=None)
+        chat = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=tokenizer))
+        request = AnthropicMessagesRequest(model="m", max_tokens=4, messages=[TURN], system=system)
+        *first, turn = AnthropicServing(chat)._convert_to_chat_completion_request(request).messages
+        assert turn.content == TURN["content"]
+        return [message.content for message in first]
+
+    return told
+
+
+def block(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_conversations_of_an_agent_begin_alike(instructed, end):
+    said = [[block(BILLING % name + end), block("Be brief."), block("Be kind.")] for name in ("58e", "ce1")]
+    assert [instructed(system) for system in said] == [["Be brief.\nBe kind."]] * 2
+
+
+def test_instructions_that_are_for_the_model_stay(instructed):
+    for text in (f"Say: {BILLING % 1}", f"{BILLING % 1}\nBe brief.", "x-anthropic-billing-header", " "):
+        assert instructed([block(text), block("Be kind.")]) == [f"{text}\nBe kind."]
+        assert instructed(text) == ([text] if text.strip() else [])
+    assert instructed([block(BILLING % 1)]) == instructed([]) == instructed(None) == []

@@ -72,7 +72,7 @@ def test_a_body_without_a_policy_passes_byte_for_byte(path, client):
 
 @pytest.mark.parametrize("path", GENERATION_ROUTES)
 def test_what_a_request_says_of_its_model_and_its_answer(path, client):
-    """A response needs no model; a schema of this form is a message's."""
+    """A response needs no model, and chats and completions have a default; a schema of this form is a message's."""
     seen = []
     caller = client((1, ANSWERS[path]))
     caller.app._model_name = "served"
@@ -80,8 +80,10 @@ def test_what_a_request_says_of_its_model_and_its_answer(path, client):
     for model in ({}, {"model": None}, {"model": "m"}, {"model": 5}):
         body = model | schema
         caller.call(path, body, on_chunk=lambda _: seen.append(CURRENT.get()))
-        unnamed = path == RESPONSES and model.get("model") is None
-        assert json.loads(caller.inner.bodies.pop()) == body | ({"model": "served"} if unnamed else {})
+        named = {"model": "served"} if path == RESPONSES and model.get("model") is None else model
+        if path in (CHAT, COMPLETIONS) and model.get("model") is None:
+            named = {}
+        assert json.loads(caller.inner.bodies.pop()) == schema | named
     assert [context.model for context in seen] == ["", "", "m", ""]
     assert {context.json_schema for context in seen} == {'{"type":"null"}' if path == MESSAGES else ""}
 
