@@ -179,8 +179,9 @@ class DepthPrefillAdder(PrefillAdder):
 
     def _not_virtual(self) -> int:
         """Tokens that the physical pages hold and SGLang's count, which the virtual slots bound too, leaves out."""
-        allocator = self.token_to_kv_pool_allocator
-        return allocator.dense_size(allocator.memory.pool.free) - allocator.available_size()
+        allocator, tree = self.token_to_kv_pool_allocator, tree_of(self.tree_cache)
+        pages = allocator.memory.pool.free + (tree.evictable_pages if tree else 0)
+        return allocator.dense_size(pages) - allocator.available_size() - self.tree_cache.evictable_size()
 
     @cached_property
     def _decoding(self) -> list[Req]:
@@ -188,27 +189,36 @@ class DepthPrefillAdder(PrefillAdder):
         return [req for req in self.running_batch.reqs if not req.finished()]
 
     @cached_property
+    def _decoding_here(self) -> list[Req]:
+        """Who decodes in this batch."""
+        return self._decoding if self.beside is not None and self.beside.scheduler.is_mixed_chunk else []
+
+    @cached_property
     def _mixed_pages(self) -> int:
-        """Pages that those take who decode in this batch."""
-        if self.beside is None or not self.beside.scheduler.is_mixed_chunk:
+        """Pages that those take."""
+        if not (here := self._decoding_here):
             return 0
-        rows = [req.kv.req_pool_idx for req in self._decoding]
-        lengths = [req.kv.kv_allocated_len for req in self._decoding]
+        rows, lengths = zip(*((req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in here), strict=True)
         return self.token_to_kv_pool_allocator.decode_pages(rows, lengths)
 
     @cached_property
     def _mixed(self) -> int:
         """What these take beyond the token of each that SGLang has counted."""
-        if not (pages := self._mixed_pages):
-            return 0
-        return max(_dense_tokens(pages, self.token_to_kv_pool_allocator) - len(self._decoding), 0)
+        tokens = _dense_tokens(self._mixed_pages, self.token_to_kv_pool_allocator)
+        return max(tokens - len(self._decoding_here), 0)
+
+    @cached_property
+    def _mixed_slots(self) -> int:
+        """Virtual slots that they take beyond it: a page each whose last one is full."""
+        full = sum(req.kv.kv_allocated_len % self.page_size == 0 for req in self._decoding_here)
+        return max(full * self.page_size - len(self._decoding_here), 0)
 
     def _virtual_left(self, charged: int) -> int:
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
         had = self.token_to_kv_pool_allocator.virtual_size()
         if not self.tree_cache.is_chunk_cache():
             had += self.tree_cache.evictable_size_
-        return had - charged - self._saved_before
+        return had - charged - self._saved_before - self._mixed_slots
 
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
         if self._has_to_wait(req, has_chunked_req):
@@ -311,6 +321,7 @@ class DepthPrefillAdder(PrefillAdder):
         self.rem_total_token_offset -= saved
         self.cur_rem_token_offset -= saved
         self._saved_before += saved
+        self._saved = 0
 
 
 def most_tokens(allocator: DepthAllocator, plan: PrefillPlan, prompt: int, pages: int | None = None) -> int:
