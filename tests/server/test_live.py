@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -73,7 +74,11 @@ def parse(page):
 
 
 def text_of(page):
-    return " ".join("".join(parse(page).find("body").itertext()).split())
+    return text_of_element(parse(page).find("body"))
+
+
+def text_of_element(element):
+    return " ".join("".join(element.itertext()).split())
 
 
 def test_what_it_shows():
@@ -98,15 +103,50 @@ def test_what_it_shows():
         "1,000 prompt, 11 output tokens · TTFT 2.50 s · TPOT 4.3 ms · KV 2.00 KiB of 8.00 KiB",
         "7 of 10 steps fast · 5 of 20 drafts stood",
         "depth_cutoff 3, kv_retention_rate 0.5",
+        "40 prompt, 9 output tokens · TTFT 500 ms · TPOT 20 ms",  # it ended at its length, with times
     ):
         assert words in text, (words, text)
     labels = [svg.get("aria-label") for svg in parse(page).iter("svg") if svg.get("class") == "staircase"]
     assert labels[0].startswith("40 prompt tokens; layers 1: 40 computed, 40 kept")
+    assert "; layers 1: 1,000 computed, 500 kept; " in labels[1]
     assert labels[1].endswith("layers 3: 400 computed, 400 kept; layers 4: 2 computed, 2 kept")
     rows = [[cell.text for cell in row.iter("td")] for row in parse(page).iter("tr")]
     assert ["balanced", "1", "2.50 s", "2.50 s", "4.3 ms", "4.3 ms", "60 %", "25 %", "70 %", "25 %"] in rows
     links = [a.get("href") for a in parse(page).iter("a")]
     assert links == ["/fathom/info", "/metrics", "/docs", "?refresh=0"]
+
+
+def test_rates_are_of_the_last_minute_and_quantiles_of_all():
+    old, new = (
+        Finished(end, "/generate", "exact", "stop", prompt, 9, ttft, 0.02, 3.0)
+        for end, prompt, ttft in ((39.0, 6000, 0.1), (41.0, 120, 0.3))
+    )
+    text = text_of(page_of(face_of(old, new), now=100.0))
+    assert "1 generations ended in 60 s" in text and "that ended2last 60 s" in text
+    assert "TTFT, median100 ms" in text and "of the last 2" in text
+
+
+def test_the_last_generations_are_shown_the_newest_first():
+    ended = [Finished(float(n), "/generate", "exact", "stop", 1000 + n, 9) for n in range(live.SHOWN + 3)]
+    cards = map(text_of_element, parse(page_of(face_of(*ended))).iter("article"))
+    prompts = [int(re.search(r"([\d,]+) prompt", text)[1].replace(",", "")) for text in cards]
+    assert prompts == [g.prompt for g in reversed(ended)][: live.SHOWN]
+
+
+def test_spans_of_several_layers_are_named_from_the_top():
+    pages = STATE["kv_pool"]["depth_pages"] | {"span": 2, "per_span": [80, 20]}
+    state = STATE | {"kv_pool": STATE["kv_pool"] | {"depth_pages": pages}}
+    rows = [text_of_element(row) for row in parse(page_of(face_of(), states=[state])).iter("tr")]
+    assert [row for row in rows if row.startswith("layers")] == [
+        "layers 3-420 in use, 10 %",
+        "layers 1-280 in use, 40 %",
+    ]
+
+
+@pytest.mark.parametrize(("age", "said"), [(None, False), (0.4, False), (5.2, True)])
+def test_an_engine_in_a_long_step_is_shown_as_it_was(age, said):
+    title = next(h2.text for h2 in parse(page_of(face_of(), age=age)).iter("h2"))
+    assert title == "Engine 0" + (", as of 5 s ago: it is in a long step" if said else "")
 
 
 def test_all_text_is_text():
@@ -196,10 +236,37 @@ def test_views_at_the_same_time_share_a_question():
             return [{"fathom": STATE}]
 
         page = live.Live(face_of(), Gate(), "demo", internal_states)
+
+        async def two():
+            return [await page.page(), await page.page()]
+
         views = await asyncio.gather(*(page.page() for _ in range(4)))
         assert all("31 requests since its start" in view for view in views) and asked == [1]
-        await page.page()
-        assert asked == [1, 1]
+        await asyncio.gather(two(), two())  # the second of one begins before the first of the other ends
+        assert asked == [1, 1, 1]
+
+    asyncio.run(run())
+
+
+def test_what_was_told_is_as_old_as_the_answer(monkeypatch):
+    """By a clock of the test's own; the second view asks an engine that is in a long step."""
+    monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.02)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    async def run():
+        never = asyncio.get_running_loop().create_future()
+        answers = iter([asyncio.sleep(0, [{"fathom": STATE}]), never])
+
+        async def internal_states():
+            return await next(answers)
+
+        page = live.Live(face_of(), Gate(), "demo", internal_states)
+        assert "as of" not in await page.page()
+        clock.now += 7
+        view = await page.page(-1)  # less than never is never
+        assert "Engine 0, as of 7 s ago" in view and "http-equiv" not in view
+        never.cancel()
 
     asyncio.run(run())
 
