@@ -3,7 +3,7 @@
 import pytest
 from streams import choices_of
 
-from fathom.server.offsets import Places
+from fathom.server.offsets import AROUND, Places
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "any", "prompt": "The key of", "temperature": 0, "logprobs": 1, "max_tokens": 40}
@@ -59,6 +59,7 @@ def entries(ids):
         ([2, 0], [0, 1]),
         ([2, 3, 8], [0, 0, 1]),
         ([2, 4, 9, 3], [0, 0, 0, 1]),
+        ([2, 3, 0, 1, 2, 3, 0], [0, 0, 1, 2, 6, 6, 7]),
     ],
 )
 def test_parts_of_characters_and_tokens_that_are_hidden(ids, offsets):
@@ -73,3 +74,7 @@ def test_parts_of_characters_and_tokens_that_are_hidden(ids, offsets):
 def test_a_token_without_the_blank_that_it_begins_with():
     """As SentencePiece decodes one alone."""
     assert Places(decode, {6}).add("a the a", [*entries([0, 7]), (-1.0, 0, "a")]) == [0, 2, 6]
+    long = 2 * AROUND * "a"
+    pieces, places = [("a", "a"), (" the", "the"), (" " + long, long), (" a", "a")], Places(decode, {6})
+    found = [places.add(text, [(-1.0, 0, own)]) for text, own in pieces]
+    assert found == [[0], [2], [6], [7 + len(long)]]
