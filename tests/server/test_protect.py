@@ -229,6 +229,20 @@ def test_a_prompt_of_token_ids_is_compared_with_its_messages(handler):
     assert prompt == [5, 6, 7] and len(texts) == 1
 
 
+def test_a_prompt_is_not_compared_with_the_one_before_it(handler):
+    """Nothing is rendered for the second, so that the first is what was rendered last."""
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    context = RequestContext("", Policy(prefill_keep_rate=0.5), 0.0)
+    token = CURRENT.set(context)
+    try:
+        for messages, given in (([DOCUMENT, QUESTION], {}), ([QUESTION], {"input_ids": [5, 6, 7]})):
+            handler._process_messages(ChatCompletionRequest(model="demo", messages=messages, **given), False)
+    finally:
+        CURRENT.reset(token)
+    assert context.conversation is None
+
+
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_a_conversation_is_looked_for_as_it_was_rendered(handler, rate):
     """Where a policy judges prompts; nobody else's is held until its answer ends."""

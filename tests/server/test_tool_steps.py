@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from fathom.runtime.sglang_host import torchvision_ops
 torchvision_ops.declare()
 
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
+from sglang.srt.function_call.core_types import ToolCallItem  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 
@@ -86,3 +88,12 @@ def test_more_brackets_than_python_reads(parsers):
     told = [parse(text[at : at + 50]) for at in range(0, len(text), 50)]
     assert [call.name for _, calls in told for call in calls if call.name] == ["weather"]
     assert not any(said for said, _ in told)
+
+
+def test_parts_of_a_call_whose_name_is_unknown_have_one_number():
+    """A stream goes on whatever a parser leaves out."""
+    pieces = [(2, "weather"), (2, None), (0, None), (0, None), (2, None), (2, "time"), (2, None)]
+    calls = [ToolCallItem(tool_index=index, name=name, parameters="") for index, name in pieces]
+    parser = SimpleNamespace()
+    told = [call.tool_index for part in (calls[:3], calls[3:]) for call in tool_steps.numbered(parser, part)]
+    assert told == [0, 0, 1, 1, 0, 2, 2]
