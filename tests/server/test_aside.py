@@ -72,6 +72,10 @@ async def message(slow):
     return await Message()._handle_non_streaming(SimpleNamespace(), None, None)
 
 
+async def message_stream(slow):
+    return await Message()._handle_streaming(SimpleNamespace(), None, None)
+
+
 async def response(slow):
     return await OpenAIServingResponses.__new__(OpenAIServingResponses)._make_request(slow, None, None)
 
@@ -116,6 +120,7 @@ async def ollamas_chat(slow):
         (tokens, ([7], None)),
         (chat, SimpleNamespace(made=7)),
         (message, SimpleNamespace(made=7)),
+        (message_stream, ("a stream", 7)),
         (response, 7),
     ],
 )
@@ -141,12 +146,17 @@ def test_the_loop_goes_on(monkeypatch, ask, expected):
     async def tokenize(self, adapted_request, request, raw_request):
         return request()
 
+    async def stream(self, request, given, raw_request):
+        made, _ = self.openai_serving_chat._convert_to_internal_request(request, raw_request)
+        return "a stream", made.made
+
     for owner, names in REPLACED.items():
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(OpenAIServingChat, "_convert_to_internal_request", convert)
     monkeypatch.setattr(OpenAIServingResponses, "_make_request", make)
     monkeypatch.setattr(AnthropicServing, "handle_count_tokens", count)
+    monkeypatch.setattr(AnthropicServing, "_handle_streaming", stream)
     for owner in (OpenAIServingTokenize, OpenAIServingDetokenize):
         monkeypatch.setattr(owner, "_handle_non_streaming_request", tokenize)
     aside.install()
