@@ -8,7 +8,7 @@ from envelopes import message_of
 
 from fathom.runtime.config import Limits, Policy, without_draft
 from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.applied_policy import refuse_prompt_outputs
+from fathom.server.applied_policy import constrain, refuse_prompt_outputs
 from fathom.server.context import Face
 from fathom.server.refusals import FORMS as FORMS_OF_ANSWERS
 from fathom.server.refusals import PASSED_OVER, READS
@@ -289,3 +289,17 @@ def test_a_budget_for_thinking_is_not_passed_over(client, route):
     for body in ({"max_thinking_tokens": None}, {}):
         assert caller.call(route, {"model": "m", **body}).status == 200
     assert caller.call(GENERATE, {"text": "a", "max_thinking_tokens": 5}).status == 200
+
+
+@pytest.mark.parametrize("asked", [None, {"temperature": 0.5, "regex": None}])
+def test_a_schema_is_had_beside_what_else_was_asked_for(asked):
+    request = GenerateReqInput(text="a", sampling_params=asked and dict(asked))
+    constrain(request, "{}")
+    assert request.sampling_params == (asked or {}) | {"json_schema": "{}"}
+
+
+@pytest.mark.parametrize("form", ["json_schema", "structural_tag", "regex", "ebnf"])
+def test_two_forms_of_one_answer_cannot_be_had(form):
+    request = GenerateReqInput(text="a", sampling_params={form: "a"})
+    with pytest.raises(ValueError, match="cannot be had together"):
+        constrain(request, "{}")

@@ -21,7 +21,7 @@ torchvision_ops.declare()
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
 from fathom.server import tokenizer_manager as ours  # noqa: E402
-from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_outputs  # noqa: E402
+from fathom.server.applied_policy import apply_policy, refuse_prompt_outputs  # noqa: E402
 from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 EXACT = Policy()
@@ -94,20 +94,6 @@ def test_a_smuggled_policy_is_overwritten():
     assert request.sampling_params["custom_params"]["fathom"] == EXACT.to_wire()
     with pytest.raises(ValueError, match="custom_params must be an object"):
         apply_policy(GenerateReqInput(text="a", sampling_params={"custom_params": [1]}), EXACT)
-
-
-@pytest.mark.parametrize("asked", [None, {"temperature": 0.5, "regex": None}])
-def test_a_schema_is_had_beside_what_else_was_asked_for(asked):
-    request = GenerateReqInput(text="a", sampling_params=copy.copy(asked))
-    constrain(request, "{}")
-    assert request.sampling_params == (asked or {}) | {"json_schema": "{}"}
-
-
-@pytest.mark.parametrize("form", ["json_schema", "structural_tag", "regex", "ebnf"])
-def test_two_forms_of_one_answer_cannot_be_had(form):
-    request = GenerateReqInput(text="a", sampling_params={form: "a"})
-    with pytest.raises(ValueError, match="cannot be had together"):
-        constrain(request, "{}")
 
 
 def test_n_generations_are_counted_with_the_batch():
