@@ -4,7 +4,6 @@ Clients in languages whose objects have all members send them so. SGLang refuses
 and takes a response's ``store`` for no.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,11 +12,6 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from fathom.server.routes import CHAT, COMPLETIONS, RESPONSES
 
 FORMS = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest, RESPONSES: ResponsesRequest}
-_FUNCTION: dict[str, Callable[[dict[str, Any]], Any]] = {
-    CHAT: lambda tool: tool.get("function"),
-    RESPONSES: lambda tool: tool,
-}
-"""What of a tool has its ``strict``."""
 
 
 @cache
@@ -43,11 +37,10 @@ def without_nulls(path: str, content: dict[str, Any]) -> bool:
     unsaid = [name for name in defaulted(path) if content.get(name, ...) is None]
     for name in unsaid:
         del content[name]
-    tools = content.get("tools") if path in _FUNCTION else None
-    named = (
-        [_FUNCTION[path](tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    )
-    loose = [each for each in named if isinstance(each, dict) and each.get("strict", ...) is None]
-    for each in loose:
-        del each["strict"]
-    return bool(unsaid or loose)
+    tools = content.get("tools") if path in FORMS else None
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, dict) else None  # in a chat it is a member
+        if isinstance(function, dict) and function.get("strict", ...) is None:
+            del function["strict"]
+            unsaid.append("strict")
+    return bool(unsaid)

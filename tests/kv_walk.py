@@ -137,10 +137,15 @@ class Engine:
             if result != AddReqResult.CONTINUE:
                 self.waiting += [each for each in queue[place:] if each not in adder.can_run_list]
                 break
+        self.compute_admitted(adder)
+
+    def compute_admitted(self, adder):
+        """The step of those that admission let in; whether there is one."""
         batch = [req for req in adder.can_run_list if req.extend_range.length]
         if batch:
             self.compute(batch, [(req.extend_range.start, req.extend_range.end) for req in batch])
         assert sum(not self.complete(req) for req in self.running) <= 1  # in chunks, at a time
+        return bool(batch)
 
     def prefill(self, reqs):
         """A chunk of each prompt, or all of it, if there is room."""
