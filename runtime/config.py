@@ -14,6 +14,7 @@ from fathom.runtime.fastkv.policies import RETENTION_POLICIES, propagation_probl
 from fathom.runtime.presets import EXACT, PRESETS, Presets, boundary
 from fathom.runtime.sfi.rules import SELECTION_RULES
 from fathom.runtime.spec import Spec
+from fathom.runtime.specprefill.config import PROTECTABLE, PROTECTED
 
 MECHANISMS: frozenset[str] = frozenset({"SPEED", "FastKV", "SFI", "SpecPrefill", "drafting"})
 """Mechanisms this build can run. A policy that asks for another one is refused, never ignored."""
@@ -141,6 +142,16 @@ class Policy:
         mechanism="SpecPrefill",
         tunes="prefill_keep_rate",
     )
+    prefill_protect: tuple[str, ...] = _field(
+        PROTECTED,
+        help="what of a conversation always enters the model",
+        unit="kinds of text",
+        source="not in the paper",
+        words=PROTECTABLE,
+        mechanism="SpecPrefill",
+        tunes="prefill_keep_rate",
+        several=True,
+    )
     depth_cutoff: int | str = _field(
         "full",
         help="layer above which prompt tokens do not exist; a model not trained for it loses answers at small ones",
@@ -253,6 +264,11 @@ class Policy:
         tunes="speculative",
     )
 
+    def __post_init__(self) -> None:
+        words = SPECS["prefill_protect"].words
+        in_order = tuple(word for word in words if word in self.prefill_protect)
+        object.__setattr__(self, "prefill_protect", in_order)
+
     def canonical(self) -> "Policy":
         """This policy with fields that can have no effect at their defaults."""
         idle = {
@@ -296,8 +312,8 @@ class Policy:
         text = json.dumps(prefill._values(), sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
-    def to_wire(self) -> dict[str, str | int | float | bool]:
-        """The policy as a flat JSON object."""
+    def to_wire(self) -> dict[str, str | int | float | bool | tuple[str, ...]]:
+        """The policy as an object that JSON can say; its values are hashable."""
         return {"preset": self.preset} | self._values()
 
 

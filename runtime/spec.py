@@ -32,6 +32,7 @@ class Spec:
         mechanism: what has to run unless the value is ``neutral``.
         neutral: the value that asks for nothing.
         tunes: the field that this one only refines; without it, it has no effect.
+        several: the value is a list of ``words``, none to all of them.
     """
 
     help: str
@@ -45,6 +46,7 @@ class Spec:
     mechanism: str | None = None
     neutral: Any = None
     tunes: str | None = None
+    several: bool = False
 
     def legal(self, limits: Bounds) -> str:
         """The legal values in words, for messages and help."""
@@ -64,12 +66,16 @@ class Spec:
 
     def _or_words(self) -> str:
         quoted = ", ".join(f'"{word}"' for word in self.words)
+        if self.several:
+            return f"a list of none to all of {quoted}"
         if not self.words or self.kind is not None:
             return f" or {quoted}" if quoted else ""
         return f"one of {quoted}" if len(self.words) > 1 else quoted
 
     def accepts(self, value: Any, limits: Bounds) -> bool:
         """Whether ``value`` has the right type and lies in range."""
+        if self.several:
+            return isinstance(value, list | tuple) and all(each in self.words for each in value)
         if isinstance(value, str):
             return value in self.words
         if self.kind is bool or isinstance(value, bool):
@@ -92,6 +98,8 @@ class Spec:
             bounds = {"minimum": self.low} | ({"maximum": self.high} if self.high else {})
             forms.insert(0, {"type": "integer"} | bounds)
         form = forms[0] if len(forms) == 1 else {"anyOf": forms}
+        if self.several:
+            form = {"type": "array", "items": form}
         return form | {"description": f"{self.help} ({self.unit}; {self.source})"}
 
     def from_text(self, text: str) -> Any:

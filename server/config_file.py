@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fathom.runtime import config
+from fathom.runtime.spec import Spec
 from fathom.server import depth_pages
 from fathom.server.checks import StartError
 
@@ -41,7 +42,7 @@ def words(path: str, left_out: Collection[str] = ()) -> list[str]:
         if isinstance(value, bool):
             result += [flag] if value else _off(flag)
         elif isinstance(value, list):
-            result += [flag, *map(_word, value)] if value else []
+            result += [flag, *map(_word, value)] if value or _may_be_empty(flag) else []
         else:
             result.append(f"{flag}={_word(value)}")
     return result
@@ -53,10 +54,20 @@ def _word(value: Any) -> str:
 
 def _off(flag: str) -> list[str]:
     """A switch that is off: only those that may be on by themselves have a word for it."""
-    name, off = flag.removeprefix("--"), flag.replace("--", "--no-", 1)
-    spec = config.SPECS.get(name.replace("-", "_"))
+    off, spec = flag.replace("--", "--no-", 1), _field(flag)
     ours = off == depth_pages.OFF or (spec is not None and spec.kind is bool)
     return [off] if ours or flag in ON_OR_OFF else []
+
+
+def _may_be_empty(flag: str) -> bool:
+    """Whether a list without values asks for something."""
+    spec = _field(flag)
+    return spec is not None and spec.several
+
+
+def _field(flag: str) -> Spec | None:
+    """The field of a policy that an option sets."""
+    return config.SPECS.get(flag.removeprefix("--").replace("-", "_"))
 
 
 def _reason(error: Exception) -> str:

@@ -244,10 +244,11 @@ def _notes_on(policy: config.Policy, prompt: int, buffer: int, slow_fast: cost.S
         notes.append(
             f"Shorter than min_prompt_tokens, {policy.min_prompt_tokens:,}: the prompt enters whole."
         )
-    if policy.prefill_keep_rate != 1 and prompt >= policy.min_prompt_tokens:
+    if policy.prefill_keep_rate != 1 and prompt >= policy.min_prompt_tokens and policy.prefill_protect:
+        kinds = ", ".join(policy.prefill_protect)
         notes.append(
-            "System text and tools stay and count in SpecPrefill's budget; only where they alone exceed it is more "
-            "kept than shown."
+            f"What prefill_protect names ({kinds}) stays and counts in SpecPrefill's budget; only where it alone "
+            "exceeds it is more kept than shown."
         )
     if policy.decode == "slow_fast":
         notes.append(

@@ -13,11 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, spec in config.SPECS.items():
         flag = "--" + name.replace("_", "-")
         default, legal = config.DEFAULTS[name], spec.legal(config.Limits())
+        default = " ".join(default) if spec.several else default
         text = f"{spec.help}; {legal} (default: {default}; {spec.source})".replace("%", "%%")
         if spec.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            group.add_argument(flag, type=spec.from_text, metavar="VALUE", default=None, help=text)
+            several = {"nargs": "*"} if spec.several else {}
+            group.add_argument(flag, type=spec.from_text, metavar="VALUE", default=None, help=text, **several)
 
 
 def asked_by(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class FathomOllamaServing(OllamaServing):
                 messages, tokenize=True, add_generation_prompt=True, return_dict=False
             )
             if (context := judged()) is not None:
-                context.protected = protected(tokenizer, Conversation(messages), prompt)
+                kinds = context.policy.prefill_protect
+                context.protected = protected(tokenizer, Conversation(messages), prompt, kinds)
             return prompt
 
         context = CURRENT.get()

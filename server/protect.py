@@ -1,11 +1,12 @@
 """Finds what a chat prompt must keep when its policy drops prompt tokens.
 
 SGLang's chat, responses and messages routes all turn messages into a prompt by one method. Where that happens under
-a policy that judges prompts, the places of system text, tools, tool results and the generation header are found and
-go along with the request. They are looked for in the conversation as SGLang renders it, which is not what the
-client sent: missing contents are filled in, parts joined, arguments of tool calls read.
+a policy that judges prompts, the places of what it protects (``prefill_protect``) and of the generation header are
+found and go along with the request. They are looked for in the conversation as SGLang renders it, which is not what
+the client sent: missing contents are filled in, parts joined, arguments of tool calls read.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from fathom.server.context import CURRENT, Conversation, RequestContext
@@ -26,7 +27,8 @@ def install() -> None:
         context.conversation = None
         result = process_messages(self, request, is_multimodal)
         conversation = context.conversation or as_sent(request)
-        context.protected = protected(self.tokenizer_manager.tokenizer, conversation, result.prompt_ids)
+        tokenizer, kinds = self.tokenizer_manager.tokenizer, context.policy.prefill_protect
+        context.protected = protected(tokenizer, conversation, result.prompt_ids, kinds)
         return result
 
     def remembered(self: Any, messages: Any, *, tools: Any, template_kwargs: Any, **options: Any) -> Any:
@@ -56,18 +58,20 @@ def as_sent(request: Any) -> Conversation:
     return Conversation(messages, [tool.model_dump() for tool in offered], request.chat_template_kwargs)
 
 
-def protected(tokenizer: Any, conversation: Conversation, prompt_ids: Any) -> tuple[tuple[int, int], ...]:
+def protected(
+    tokenizer: Any, conversation: Conversation, prompt_ids: Any, kinds: Collection[str]
+) -> tuple[tuple[int, int], ...]:
     """What of a chat prompt must stay, as ranges of tokens: all of it where that cannot be told.
 
     Args:
         prompt_ids: the prompt made from the conversation; a text where it is tokenized later.
+        kinds: what the policy protects (``prefill_protect``).
     """
     if not isinstance(prompt_ids, list):
         return ((0, 1 << 30),)
     try:
-        spans = find_spans(
-            tokenizer, conversation.messages, conversation.tools, prompt_ids, conversation.template_kwargs
-        )
+        said, offered, options = conversation.messages, conversation.tools, conversation.template_kwargs
+        spans = find_spans(tokenizer, said, offered, prompt_ids, options, kinds)
     except Exception:  # a template may raise anything; the prompt was rendered in some other way then
         return ((0, len(prompt_ids)),)
     return spans.tokens()

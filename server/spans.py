@@ -1,4 +1,4 @@
-"""Which tokens of a chat prompt are system text, tool definitions, tool results and the generation header.
+"""Which tokens of a chat prompt are system text, tools, their results, what users say, and the generation header.
 
 A chat template is a program: where it puts a message can only be found by running it. Three ways, in this order:
 render with marks around the contents; look for the content in the rendered text; render the conversation up to a
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-SYSTEM, TOOLS, TOOL_RESULTS, HEADER = "system", "tools", "tool_results", "generation_header"
-KINDS = (SYSTEM, TOOLS, TOOL_RESULTS, HEADER)
+from fathom.runtime.specprefill.config import PROTECTED, SYSTEM, TOOL_RESULTS, TOOLS, USER
 
-KIND_OF_ROLE = {"system": SYSTEM, "developer": SYSTEM, "tool": TOOL_RESULTS, "function": TOOL_RESULTS}
+HEADER = "generation_header"
+KIND_OF_ROLE = {"system": SYSTEM, "developer": SYSTEM, "user": USER}
+KIND_OF_ROLE |= {"tool": TOOL_RESULTS, "function": TOOL_RESULTS}
 
 MAX_DIFF_LINES = 4000
 """Longer texts are not compared line by line; all that lies between the first and the last difference is taken."""
@@ -34,8 +35,8 @@ class ProtectedSpans:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        spans: ascending, disjoint ranges by kind. System text is what stands before the content of the first other
-            message, the template's own words included, and later system messages.
+        spans: ascending, disjoint ranges of each kind that was looked for. System text is what stands before the
+            content of the first other message, the template's own words included, and later system messages.
         problems: why a kind could not be found, by kind; its ranges are not to be relied on.
     """
 
@@ -43,11 +44,11 @@ class ProtectedSpans:
     spans: dict[str, tuple[Span, ...]]
     problems: dict[str, str] = field(default_factory=dict)
 
-    def tokens(self, kinds: Collection[str] = KINDS) -> tuple[Span, ...]:
-        """What to protect for these kinds: their ranges, or the whole prompt where one of them has a problem."""
-        if any(kind in self.problems for kind in kinds):
+    def tokens(self) -> tuple[Span, ...]:
+        """What to protect: the ranges of all kinds, or the whole prompt where one of them has a problem."""
+        if self.problems:
             return ((0, self.prompt_tokens),)
-        return _merge(span for kind in kinds for span in self.spans.get(kind, ()))
+        return _merge(chain(*self.spans.values()))
 
 
 def find_spans(
@@ -56,6 +57,7 @@ def find_spans(
     tools: Sequence[Any] | None = None,
     prompt_ids: Sequence[int] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    kinds: Collection[str] = PROTECTED,
 ) -> ProtectedSpans:
     """Find the protected spans of a conversation.
 
@@ -67,6 +69,7 @@ def find_spans(
             its end, image tokens inside); ranges that touch such a place are widened over it. None takes the
             rendered conversation.
         template_kwargs: further keywords for ``apply_chat_template``.
+        kinds: what to look for, of ``PROTECTABLE``; beside the generation header, which always is.
 
     Raises:
         Exception: what the template raises for the conversation itself.
@@ -82,13 +85,13 @@ def find_spans(
         )
 
     text = render(messages, tools, True)
-    finder = _Finder(render, text, messages, tools)
-    characters = finder.contents() | {TOOLS: finder.tools() if tools else [], HEADER: finder.header()}
+    finder = _Finder(render, text, messages, tools, kinds)
+    characters = finder.contents() | finder.tools() | {HEADER: finder.header()}
     try:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except NotImplementedError as error:  # a tokenizer in Python, which has no offsets
         ids = prompt_ids if prompt_ids is not None else tokenizer.encode(text, add_special_tokens=False)
-        return ProtectedSpans(len(ids), {}, dict.fromkeys(KINDS, str(error)))
+        return ProtectedSpans(len(ids), {}, dict.fromkeys((*kinds, HEADER), str(error)))
     place = _Places(encoded["offset_mapping"], encoded["input_ids"], prompt_ids)
     spans = {kind: _merge(map(place.tokens, found)) for kind, found in characters.items()}
     return ProtectedSpans(place.prompt_tokens, spans, finder.problems)
@@ -98,27 +101,33 @@ class _Finder:
     """Character ranges in one rendered conversation."""
 
     def __init__(
-        self, render: Render, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
+        self,
+        render: Render,
+        text: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        kinds: Collection[str],
     ) -> None:
         self.render, self.text, self.messages, self.definitions = render, text, messages, tools
+        self.kinds = kinds
         self.problems: dict[str, str] = {}
 
     def contents(self) -> dict[str, list[Span]]:
-        """System text and tool results."""
-        kinds = [KIND_OF_ROLE.get(message.get("role", "")) for message in self.messages]
+        """System text, tool results and what users say."""
+        spans: dict[str, list[Span]] = {k: [] for k in (SYSTEM, TOOL_RESULTS, USER) if k in self.kinds}
+        roles = [KIND_OF_ROLE.get(message.get("role", ""), "") for message in self.messages]
         written = [i for i, message in enumerate(self.messages) if _texts(message)]
-        first_other = next((i for i in written if kinds[i] != SYSTEM), None)
-        wanted = [i for i in written if kinds[i] or i == first_other]
-        marked = self._by_marks(wanted)
-        spans: dict[str, list[Span]] = {SYSTEM: [], TOOL_RESULTS: []}
+        first_other = next((i for i in written if roles[i] != SYSTEM), None) if SYSTEM in spans else None
+        wanted = [i for i in written if roles[i] in spans or i == first_other]
+        marked = self._by_marks(wanted) if wanted else {}
         for index in wanted:
             ranges = self._without_marks(index) if marked is None else marked[index]
-            kind = kinds[index]
+            kind = roles[index]
             if ranges and index == first_other:
                 spans[SYSTEM].append((0, min(ranges)[0]))
-            if kind and ranges is None:
+            if kind in spans and ranges is None:
                 self.problems[kind] = f"the chat template hides where the content of message {index} is"
-            elif kind:
+            elif kind in spans:
                 spans[kind] += ranges or []
         return spans
 
@@ -176,13 +185,17 @@ class _Finder:
             return []
         return [(found[last][-1][1], len(self.text))]
 
-    def tools(self) -> list[Span]:
+    def tools(self) -> dict[str, list[Span]]:
         """What the template writes because of the tool definitions."""
+        if TOOLS not in self.kinds:
+            return {}
+        if not self.definitions:
+            return {TOOLS: []}
         without = self._try(self.messages, None, True)
         if without is None:
             self.problems[TOOLS] = "the chat template cannot render the conversation without its tools"
-            return []
-        return _additions(without, self.text)
+            return {TOOLS: []}
+        return {TOOLS: _additions(without, self.text)}
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Any] | None, header: bool) -> str | None:
         try:

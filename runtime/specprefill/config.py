@@ -4,6 +4,12 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 
+PROTECTABLE = SYSTEM, TOOLS, TOOL_RESULTS, USER = "system", "tools", "tool_results", "user"
+"""What of a conversation a request may keep whole: system text, the definitions of tools, their results, and what
+users say."""
+PROTECTED = (SYSTEM, TOOLS, TOOL_RESULTS)
+"""What stays unless a request says otherwise."""
+
 
 @dataclass(frozen=True)
 class SpecPrefillConfig:

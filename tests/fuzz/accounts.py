@@ -8,7 +8,7 @@ from fuzz.requests import Request
 from fuzz.worlds import World
 from oracles import combined
 
-from fathom.runtime.config import DEFAULTS, SPECS
+from fathom.runtime.config import DEFAULTS, SPECS, Policy
 
 
 def in_effect(request: Request, account: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -16,10 +16,10 @@ def in_effect(request: Request, account: Mapping[str, Any], world: World) -> dic
 
     Drafting is not among it: it changes no token.
     """
-    told = account["policy"]
+    told, asked = vars(Policy(**account["policy"])), vars(Policy(**request.policy))
     if account.get("adapter") != request.adapter:
         raise Wrong(f"the account says adapter {account.get('adapter')}, {request.adapter} was asked for")
-    for name, value in request.policy.items():
+    for name, value in ((name, asked[name]) for name in request.policy):
         tuned = SPECS[name].tunes
         idle = tuned and told[tuned] == SPECS[tuned].neutral
         whole = name == "depth_cutoff" and value == world.target.layers

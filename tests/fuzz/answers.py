@@ -12,6 +12,7 @@ from fuzz.worlds import World
 from greedy import TOLERANCE
 from oracles import combined
 
+from fathom.runtime.specprefill.config import PROTECTED
 from fathom.server.spans import find_spans
 
 TOO_LONG = ("KV pages", "context length", "longer than", "maximum allowed length")
@@ -291,7 +292,8 @@ class Checker:
             raise Wrong(f"a prompt of {account['prompt_tokens']} tokens, not {len(ids)}")
         policy, spans = accounts.in_effect(request, account, self.world), ()
         if "prefill_keep_rate" in policy:
-            spans = find_spans(self.reference.tokenizer, messages, None, ids).tokens()
+            kinds = policy.get("prefill_protect", PROTECTED)
+            spans = find_spans(self.reference.tokenizer, messages, None, ids, kinds=kinds).tokens()
         self._live(policy, account, 0)
         if self._drawn_otherwise(policy) or self._may_differ(account, self._may_be_taken_back()):
             return None

@@ -5,7 +5,7 @@ from typing import Any
 
 from fuzz.worlds import World
 
-DROPPING = ("prefill_keep_rate", "min_prompt_tokens", "lookahead", "prefill_selection")
+DROPPING = ("prefill_keep_rate", "min_prompt_tokens", "lookahead", "prefill_selection", "prefill_protect")
 DROPPING += ("depth_cutoff", "anchors", "tsp_rate")
 """Fields of mechanisms that drop prompt tokens, with which prompt log-probabilities are refused."""
 UNUSED = "bogus"

@@ -9,6 +9,8 @@ from typing import Any
 from fuzz import policies
 from fuzz.worlds import World
 
+from fathom.runtime.specprefill.config import PROTECTABLE
+
 Ids = list[int]
 
 WORDS = ("red", "box", "key", "code", "of", "the", "wooden", "drawer", "is", "Lena", "in", "writer.", "1574")
@@ -268,11 +270,14 @@ class Drawer:
         request.details = {"turns": turns}
 
     def chat(self, rng: random.Random, request: Request) -> None:
-        """Messages, whose instructions SpecPrefill protects."""
+        """Messages, whose instructions SpecPrefill protects, or what else the policy says."""
         request.kind, request.stream, request.logprobs = "chat", False, False
         lengths = {"system": rng.choice([0, 10, 60, 150]), "user": rng.choice([3, 30, 120, 250])}
         texts = {role: " ".join(rng.choices(WORDS, k=count)) for role, count in lengths.items()}
         request.details = {"messages": [{"role": r, "content": text} for r, text in texts.items() if text]}
+        if "prefill_keep_rate" in request.policy and rng.random() < 0.5:
+            kinds = rng.sample(PROTECTABLE, rng.randint(0, len(PROTECTABLE)))
+            request.policy = request.policy | {"prefill_protect": kinds}
 
     def batch(self, rng: random.Random, request: Request) -> None:
         """Several prompts in one body."""

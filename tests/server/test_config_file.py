@@ -92,6 +92,11 @@ def test_fathoms_options_in_the_file(write):
     assert work.gate.max_in_flight == 7 and work.gpu_depth_pages
     overridden = command_line.plan([MODEL, "--config", file, "--preset", "balanced", "--speculative"])
     assert overridden.face.asked == {"preset": "balanced", "speculative": True}
+    for kinds in ([], ["user", "tools"]):
+        listed = command_line.plan([MODEL, "--config", write(f"prefill-protect: {kinds}")])
+        assert listed.face.tunings["prefill_protect"] == kinds
+        words = command_line.plan([MODEL, "--prefill-protect", *kinds, "--config", file])
+        assert words.face.tunings["prefill_protect"] == kinds and words.model == MODEL
     off = write("gpu-depth-pages: false")
     assert command_line.plan([MODEL, "--config", off]).gpu_depth_pages is False
     assert command_line.plan([MODEL, "--config", off, "--gpu-depth-pages"]).gpu_depth_pages is True
@@ -103,6 +108,10 @@ def test_fathoms_options_in_the_file(write):
         ("grpc-mode: true", "--grpc-mode is not supported"),
         ("tokenizer-worker-num: 2", "--tokenizer-worker-num 2 is not supported"),
         ("preset: fast", "--preset must be one of"),
+        (
+            "prefill-protect: [rules]",
+            'list of none to all of "system", "tools", "tool_results", "user", got ["rules"]',
+        ),
         ("preset: exact\n  bad: 1\n", "server.yaml: line 2: mapping values are not allowed here"),
         ("revision: 2024-13-45\n", "server.yaml: month must be in 1..12"),
         ("- a", "must hold a mapping"),

@@ -6,6 +6,7 @@ import pytest
 from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.config import Policy
+from fathom.runtime.specprefill.config import PROTECTED
 from fathom.server.context import CURRENT, Face
 from fathom.server.routes import (
     CORPUS_ROUTES,
@@ -171,6 +172,38 @@ def test_system_text_stays_under_the_default_policy(judging_server, tiny_model):
     prompt = reply["usage"]["prompt_tokens"]
     assert 0.4 * prompt < tokens < 0.6 * prompt  # the system text is more than SpecPrefill's share
     assert kept("/api/chat")[0] == kept("/invocations")[0] == tokens
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "messages", "responses"])
+def test_a_request_says_what_of_its_conversation_stays(judging_server, tiny_model, route):
+    rules, document = ("\n".join(f"{word} {i} is kept." for i in range(40)) for word in ("Rule", "Page"))
+    body = {"model": str(tiny_model), "temperature": 0, "max_tokens": 2}
+    said = [{"role": "user", "content": document}]
+    if route == "responses":
+        body |= {"instructions": rules, "input": said, "max_output_tokens": 2}
+    elif route == "messages":
+        body |= {"system": rules, "messages": said}
+    else:
+        body["messages"] = [{"role": "system", "content": rules}, *said]
+
+    def share(policy):
+        policy = {"preset": "exact", "prefill_keep_rate": 0.1, "min_prompt_tokens": 0} | policy
+        reply = judging_server.client.post(f"/v1/{route}", json=body | {"fathom": policy})
+        assert reply.status_code == 200, reply.text
+        account = reply.json()["fathom"]
+        assert set(account["policy"]["prefill_protect"]) == set(policy.get("prefill_protect", PROTECTED))
+        return account["kept_tokens"] / account["prompt_tokens"]
+
+    assert 0.4 < share({}) == share({"prefill_protect": ["tools", "system"]}) < 0.6
+    assert 0.4 < share({"prefill_protect": ["user"]}) < 0.7
+    assert 0.05 < share({"prefill_protect": []}) < 0.2
+    assert share({"prefill_protect": ["user", "system"]}) == 1
+    for wrong in ("system", ["rules"], ["system", 3], None):
+        reply = judging_server.client.post(f"/v1/{route}", json=body | {"fathom": {"prefill_protect": wrong}})
+        assert reply.status_code == 400
+        assert 'fathom.prefill_protect must be a list of none to all of "system", ' in reply.text.replace(
+            "\\", ""
+        )
 
 
 def test_scores_are_those_of_the_whole_prompt(judging_server):

@@ -103,7 +103,7 @@ def test_a_draft_and_fast_steps_by_hand(figures, model, tmp_path):
 def test_a_note_says_what_counts_in_a_budget(figures, model):
     asked = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 0}
     found = figures("--prompt-tokens", 64, "--policy", json.dumps(asked), "--draft-model-path", model)
-    assert any("stay and count in SpecPrefill's budget" in note for note in found["notes"])
+    assert any("stays and counts in SpecPrefill's budget" in note for note in found["notes"])
 
 
 def test_presets_and_what_they_leave_out(figures, tmp_path):

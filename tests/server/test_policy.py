@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
+from fathom.runtime.specprefill.config import PROTECTABLE
 from fathom.server import flags
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
@@ -35,6 +36,7 @@ LEGAL = {
     "lookahead": st.integers(1, 64),
     "min_prompt_tokens": st.integers(0, 10000),
     "prefill_selection": st.sampled_from(["attention", "random"]),
+    "prefill_protect": st.lists(st.sampled_from(PROTECTABLE), max_size=6),
     "depth_cutoff": st.sampled_from([4, 8, 12, 16, "full"]),
     "anchors": st.sampled_from(["bos", "none"]),
     "tsp_rate": rates,
@@ -66,7 +68,7 @@ def test_legal_values_survive_the_wire(request_object):
         policy = parse(request_object, Policy(), LIMITS)
         wire = json.loads(json.dumps(policy.to_wire()))
         assert Policy(**wire) == policy
-        assert all(isinstance(value, str | int | float | bool) for value in wire.values())
+        hash(tuple(policy.to_wire().items()))  # the engine keeps plans by it
         assert parse({k: v for k, v in wire.items() if k != "preset"}, Policy(), LIMITS) == policy
 
 
@@ -105,7 +107,13 @@ def test_fingerprints_tell_apart_what_computes_prompts_differently(one, other):
 BUSY = {"prefill_keep_rate": 0.2, "depth_cutoff": 8, "tsp_rate": 0.2, "kv_retention_rate": 0.2}
 BUSY |= {"decode": "slow_fast", "speculative": True}
 EARLIER = {"prefill_keep_rate": 0.3, "lookahead": 4, "min_prompt_tokens": 0, "prefill_selection": "random"}
-EARLIER |= {"depth_cutoff": 12, "anchors": "none", "tsp_rate": 0.3, "speculative": False}
+EARLIER |= {
+    "prefill_protect": ("user",),
+    "depth_cutoff": 12,
+    "anchors": "none",
+    "tsp_rate": 0.3,
+    "speculative": False,
+}
 LATER = {"kv_retention_rate": 0.3, "retention_policy": "random", "decode": "full", "sfi_selection": "random"}
 LATER |= {"sfi_budget": 8, "sfi_window": 8, "draft_tokens": 2}
 
@@ -248,7 +256,8 @@ def test_the_legal_values_are_said_as_they_are(name, limits):
     spec = config.SPECS[name]
     said = spec.legal(limits)
     assert re.findall('"([^"]*)"', said) == list(spec.words)
-    assert said.startswith("one of ") == (spec.kind is None and len(spec.words) > 1)
+    assert said.startswith("a list of ") == spec.several
+    assert said.startswith("one of ") == (spec.kind is None and len(spec.words) > 1 and not spec.several)
     if numbers := re.search(r"([\[(])([\d.]+), ([\d.]+)\]", said):
         kind, low, high = spec.kind, *map(spec.kind, numbers.groups()[1:])
         assert spec.accepts(low, limits) == (numbers[1] == "[") and spec.accepts(high, limits)
@@ -260,6 +269,18 @@ def test_the_legal_values_are_said_as_they_are(name, limits):
     else:
         assert ("true or false" in said) == (spec.kind is bool)
         assert spec.kind in (bool, None)
+
+
+def test_presets_keep_their_names_where_the_operator_says_what_stays():
+    """And the order of a list, and what it repeats, is of no matter."""
+    limits, kinds = Limits(16, 4, tsp_layer=8), ["user", "tools", "user"]
+    choice = config.choose({"preset": "turbo"}, None, limits, {"prefill_protect": kinds})
+    assert (choice.policy.preset, choice.policy.prefill_protect) == ("turbo", ("tools", "user"))
+    again = config.choose({"preset": "turbo", "prefill_protect": ["tools", "user"]}, None, limits)
+    assert again.policy.fingerprint() == choice.policy.fingerprint()
+    assert again.policy.fingerprint() != config.choose({"preset": "turbo"}, None, limits).policy.fingerprint()
+    unused = config.choose({"depth_cutoff": 8, "prefill_protect": []}, None, limits).policy
+    assert unused.prefill_protect == Policy().prefill_protect
 
 
 def test_a_flags_word_that_is_no_number_is_refused_like_any_other_value():

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from fathom.runtime.config import Policy
 from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.specprefill.config import PROTECTED
 from fathom.server import protect
 from fathom.server.checks import demo_model
 from fathom.server.context import CURRENT, Conversation, RequestContext
@@ -45,7 +46,7 @@ def prompt_of(tokenizer, request):
 def test_the_generation_header_stays(tokenizer):
     request = request_of(("user", "The code of Lena is 1574. " * 40))
     prompt = prompt_of(tokenizer, request)
-    spans = protected(tokenizer, as_sent(request), prompt)
+    spans = protected(tokenizer, as_sent(request), prompt, PROTECTED)
     assert spans[-1][1] == len(prompt)
     assert sum(stop - start for start, stop in spans) < 20
 
@@ -53,8 +54,8 @@ def test_the_generation_header_stays(tokenizer):
 def test_a_prompt_whose_parts_cannot_be_told_stays_whole(tokenizer):
     request = request_of(("user", "a"))
     request.messages[0].fields = {"role": "nobody", "content": object()}
-    assert protected(tokenizer, as_sent(request), [1, 2, 3]) == ((0, 3),)
-    assert protected(tokenizer, as_sent(request), "text") == ((0, 1 << 30),)
+    assert protected(tokenizer, as_sent(request), [1, 2, 3], PROTECTED) == ((0, 3),)
+    assert protected(tokenizer, as_sent(request), "text", PROTECTED) == ((0, 1 << 30),)
 
 
 def call(name):
@@ -67,20 +68,21 @@ def test_tools_stay_where_they_are_in_the_prompt(choice, offered, monkeypatch):
     """SGLang leaves them out of the prompt of a request that may not call them."""
     seen = []
 
-    def find(tokenizer, messages, tools, prompt_ids, template_kwargs):
-        seen.append((messages, tools, prompt_ids, template_kwargs))
+    def find(tokenizer, messages, tools, prompt_ids, template_kwargs, kinds):
+        seen.append((messages, tools, prompt_ids, template_kwargs, kinds))
         return SimpleNamespace(tokens=lambda: ((1, 2),))
 
     monkeypatch.setattr(protect, "find_spans", find)
     request = request_of(("user", "a"), tools=[call("find"), call("read")])
     request.tool_choice, request.chat_template_kwargs = choice, {"enable_thinking": False}
-    assert protected(None, as_sent(request), [5, 6, 7]) == ((1, 2),)
-    ((messages, tools, prompt, options),) = seen
+    assert protected(None, as_sent(request), [5, 6, 7], ["user"]) == ((1, 2),)
+    ((messages, tools, prompt, options, kinds),) = seen
     assert [tool["function"]["name"] for tool in tools] == (["find", "read"] if offered else [])
-    assert (messages, prompt, options) == (
+    assert (messages, prompt, options, kinds) == (
         [{"role": "user", "content": "a"}],
         [5, 6, 7],
         {"enable_thinking": False},
+        ["user"],
     )
 
 
@@ -92,6 +94,7 @@ def test_tools_stay_where_they_are_in_the_prompt(choice, offered, monkeypatch):
         (Policy(depth_cutoff=4), ()),
         (Policy(prefill_keep_rate=0.5), ((3, 4),)),
         (Policy(prefill_keep_rate="auto"), ((3, 4),)),
+        (Policy(prefill_keep_rate="auto", prefill_protect=("user",)), ((1, 4),)),
     ],
 )
 def test_only_a_policy_that_judges_prompts_asks(policy, found, monkeypatch):
@@ -103,7 +106,9 @@ def test_only_a_policy_that_judges_prompts_asks(policy, found, monkeypatch):
     render = OpenAIServingChat._render_and_encode_chat_template
     monkeypatch.setattr(OpenAIServingChat, "_render_and_encode_chat_template", render)  # put back at the end
     monkeypatch.setattr(protect, "as_sent", lambda request: request)
-    monkeypatch.setattr(protect, "protected", lambda tokenizer, request, ids: ((len(ids) - 1, len(ids)),))
+    monkeypatch.setattr(
+        protect, "protected", lambda tokenizer, request, ids, kinds: ((len(kinds), len(ids)),)
+    )
     protect.install()
     manager = SimpleNamespace(tokenizer_manager=SimpleNamespace(tokenizer=None))
     context = policy and RequestContext("/v1/chat/completions", policy, 0.0)
@@ -176,14 +181,12 @@ def handler(tokenizer, monkeypatch):
     return chat
 
 
-def kept_of(handler, template, **members):
+def kept_of(handler, template, protect=PROTECTED, **members):
     """The texts of what must stay of a chat, and its prompt."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-    tokenizer, context = (
-        handler.tokenizer_manager.tokenizer,
-        RequestContext("", Policy(prefill_keep_rate=0.5), 0.0),
-    )
+    tokenizer = handler.tokenizer_manager.tokenizer
+    context = RequestContext("", Policy(prefill_keep_rate=0.5, prefill_protect=protect), 0.0)
     token = CURRENT.set(context)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -202,6 +205,14 @@ def test_an_agents_documents_may_be_thinned_out(handler, messages, template):
     assert "1574" not in "".join(texts)
     assert sum("31 degrees" in text for text in texts) == messages.count(RESULT)
     assert texts[-1].endswith("<|assistant|>")
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_an_agent_may_let_the_results_of_its_tools_be_thinned_out(handler, messages):
+    """And keep what it was told to do."""
+    texts, _ = kept_of(handler, None, ("system", "tools", "user"), messages=messages)
+    assert "31 degrees" not in "".join(texts) and "And tomorrow?" in "".join(texts)
+    assert "1574" in "".join(texts) and texts[-1].endswith("<|assistant|>")
 
 
 def test_an_agents_tools_stay(handler):

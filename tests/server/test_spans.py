@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from fathom.runtime.specprefill.config import PROTECTABLE, PROTECTED, SYSTEM, TOOL_RESULTS, TOOLS, USER
 from fathom.server import spans
-from fathom.server.spans import HEADER, KINDS, SYSTEM, TOOL_RESULTS, TOOLS, find_spans
+from fathom.server.spans import HEADER, find_spans
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
 DEMO = (MODEL / "chat_template.jinja").read_text()
@@ -78,6 +79,8 @@ TALK = [
     {"role": "user", "content": "And tomorrow? " * 30},
 ]
 
+SOME_KINDS = [kinds for n in range(5) for kinds in itertools.combinations(PROTECTABLE, n)]
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -87,14 +90,14 @@ def tokenizer():
 class Prompt:
     """A conversation under a template, and the text of its spans."""
 
-    def __init__(self, tokenizer, template, messages, tools=None, prompt_ids=None):
+    def __init__(self, tokenizer, template, messages, tools=None, prompt_ids=None, kinds=PROTECTED):
         tokenizer.chat_template = template
         self.tokenizer = tokenizer
         self.text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
         self.ids = tokenizer.encode(self.text, add_special_tokens=False)
-        self.found = find_spans(tokenizer, messages, tools, prompt_ids)
+        self.found = find_spans(tokenizer, messages, tools, prompt_ids, kinds=kinds)
         self.run = self.ids if prompt_ids is None else prompt_ids
 
     def texts(self, kind):
@@ -116,7 +119,7 @@ def test_demo_template(tokenizer):
 def test_chatml_template_with_tools(tokenizer):
     prompt = Prompt(tokenizer, CHATML, TALK, [TOOL, {**TOOL, "extra": "x"}])
     assert prompt.found.problems == {}
-    (system,), (tools,), (result,), (header,) = (prompt.texts(kind) for kind in KINDS)
+    (system,), (tools,), (result,), (header,) = (prompt.texts(kind) for kind in (*PROTECTED, HEADER))
     assert system.startswith("<|im_start|>system\n  You answer") and RULES in system
     assert system.endswith("<|im_start|>user\n") and "What is" not in system
     assert "You may call" in tools and tools.count('"name": "weather"') == 2 and "a call." in tools
@@ -193,6 +196,20 @@ def test_marks_that_change_what_is_rendered(tokenizer, change, system):
     assert prompt.found.problems == {}
     assert system in prompt.texts(SYSTEM)[0] and "What is" not in prompt.texts(SYSTEM)[0]
     assert prompt.texts(TOOL_RESULTS) == [RESULT]
+
+
+@pytest.mark.parametrize("template", [DEMO, CHATML, LLAMA], ids=["demo", "chatml", "llama"])
+@pytest.mark.parametrize("kinds", SOME_KINDS, ids="+".join)
+def test_only_what_is_asked_for_is_looked_for(tokenizer, template, kinds):
+    """And each kind is found in the same places, whatever else is."""
+    tools = None if template is DEMO else [TOOL]
+    talk = [message for message in TALK if message is not CALL] if template is DEMO else TALK
+    everything = Prompt(tokenizer, template, talk, tools, kinds=PROTECTABLE).found.spans
+    prompt = Prompt(tokenizer, template, talk, tools, kinds=kinds)
+    assert prompt.found.spans == {kind: everything[kind] for kind in (*kinds, HEADER)}
+    assert not prompt.found.problems
+    if USER in kinds:
+        assert prompt.texts(USER) == [QUESTION.strip(), ("And tomorrow? " * 30).strip()]
 
 
 def test_a_header_that_is_always_there(tokenizer):
@@ -290,7 +307,8 @@ def test_what_cannot_be_found_protects_the_whole_prompt(tokenizer):
     prompt = Prompt(tokenizer, needy, TALK, [TOOL])
     assert set(prompt.found.problems) == {TOOLS} and "without its tools" in prompt.found.problems[TOOLS]
     assert prompt.found.tokens() == ((0, len(prompt.ids)),)
-    assert prompt.found.tokens([SYSTEM, HEADER]) != ((0, len(prompt.ids)),)
+    without = Prompt(tokenizer, needy, TALK, [TOOL], kinds=[SYSTEM, TOOL_RESULTS, USER]).found
+    assert not without.problems and without.tokens() != prompt.found.tokens()
 
     scrambled = """{% if messages | length < 5 %}{{ raise_exception('whole conversations only') }}{% endif %}
     {%- for m in messages %}{{ (m.content or '') | reverse }}{% endfor %}"""
@@ -313,7 +331,7 @@ def test_a_prompt_that_differs_from_the_rendered_conversation(tokenizer):
     changed = Prompt(tokenizer, CHATML, TALK, prompt_ids=ids)
     assert changed.found.spans[TOOL_RESULTS] == ((start, stop + 18),)
     assert changed.found.spans[HEADER] == ((begin + 18, end + 18),)
-    assert Prompt(tokenizer, CHATML, TALK, prompt_ids=[3] * 10).found.tokens([HEADER]) == ((0, 10),)
+    assert Prompt(tokenizer, CHATML, TALK, prompt_ids=[3] * 10, kinds=[]).found.tokens() == ((0, 10),)
 
 
 def test_a_tokenizer_without_offsets(tokenizer):
@@ -326,7 +344,7 @@ def test_a_tokenizer_without_offsets(tokenizer):
 
     tokenizer.chat_template = CHATML
     found = find_spans(Slow(), TALK)
-    assert set(found.problems) == set(KINDS) and found.tokens() == ((0, found.prompt_tokens),)
+    assert set(found.problems) == {*PROTECTED, HEADER} and found.tokens() == ((0, found.prompt_tokens),)
     assert find_spans(Slow(), TALK, prompt_ids=[5] * 9).tokens() == ((0, 9),)
 
 
@@ -349,8 +367,9 @@ def test_any_content_is_covered(tokenizer, rules, result, template):
         {"role": "tool", "content": result},
         {"role": "user", "content": "Go on."},
     ]
-    prompt = Prompt(tokenizer, template, messages)
+    prompt = Prompt(tokenizer, template, messages, kinds=PROTECTABLE)
     assert prompt.found.problems == {}
+    assert prompt.texts(USER) == ["Go.", "Go on."]
     assert rules.strip() in "".join(prompt.texts(SYSTEM))
     written = json.dumps(result.strip(), ensure_ascii=False)[1:-1] if template == LLAMA else result.strip()
     assert written in "".join(prompt.texts(TOOL_RESULTS))
