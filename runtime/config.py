@@ -265,8 +265,7 @@ class Policy:
     )
 
     def __post_init__(self) -> None:
-        words = SPECS["prefill_protect"].words
-        in_order = tuple(word for word in words if word in self.prefill_protect)
+        in_order = tuple(kind for kind in PROTECTABLE if kind in self.prefill_protect)
         object.__setattr__(self, "prefill_protect", in_order)
 
     def canonical(self) -> "Policy":

@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if spec.kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            several = {"nargs": "*"} if spec.several else {}
-            group.add_argument(flag, type=spec.from_text, metavar="VALUE", default=None, help=text, **several)
+            nargs = "*" if spec.several else None
+            group.add_argument(
+                flag, type=spec.from_text, nargs=nargs, metavar="VALUE", default=None, help=text
+            )
 
 
 def asked_by(arguments: argparse.Namespace) -> dict[str, Any]:

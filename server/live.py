@@ -268,9 +268,7 @@ def _generations(history: History, limits: config.Limits, now: float) -> Html:
 def _card(g: Finished, limits: config.Limits, now: float) -> Html:
     report, policy = g.report, g.report.get("policy") or {}
     neutral = config.Policy().to_wire()
-    asked = ", ".join(
-        f"{k} {str(v).lower()}" for k, v in policy.items() if k != "preset" and neutral.get(k) != v
-    )
+    asked = ", ".join(f"{k} {_said(v)}" for k, v in policy.items() if k != "preset" and neutral.get(k) != v)
     stairs = staircase_of(g, limits)
     times = [f"TTFT {seconds(g.ttft)}", f"TPOT {seconds(g.tpot)}"] if g.ttft is not None else [g.outcome]
     facts = [f"{g.prompt:,} prompt, {g.output:,} output tokens", *times]
@@ -288,6 +286,11 @@ def _card(g: Finished, limits: config.Limits, now: float) -> Html:
         el("p", asked, class_="soft policy") if asked else None,
         class_="card",
     )
+
+
+def _said(value: Any) -> str:
+    """A policy's value in words."""
+    return " ".join(value) or "nothing" if isinstance(value, tuple) else str(value).lower()
 
 
 def staircase_of(generation: Finished, limits: config.Limits) -> Staircase | None:

@@ -18,7 +18,9 @@ from fathom.server.html import el, join
 
 EVIL = "<script>alert('x')</script>\"&"
 REPORT = {
-    "policy": Policy("balanced", depth_cutoff=3, kv_retention_rate=0.5).to_wire(),
+    "policy": Policy(
+        "balanced", prefill_keep_rate=0.2, prefill_protect=("user", "tools"), depth_cutoff=3
+    ).to_wire(),
     "prompt_tokens": 1000,
     "kept_tokens": 600,
     "kv_bytes": 2048,
@@ -102,7 +104,7 @@ def test_what_it_shows():
         "layer 180 in use, 40 %",
         "1,000 prompt, 11 output tokens · TTFT 2.50 s · TPOT 4.3 ms · KV 2.00 KiB of 8.00 KiB",
         "7 of 10 steps fast · 5 of 20 drafts stood",
-        "depth_cutoff 3, kv_retention_rate 0.5",
+        "prefill_keep_rate 0.2, prefill_protect tools user, depth_cutoff 3",
         "40 prompt, 9 output tokens · TTFT 500 ms · TPOT 20 ms",  # it ended at its length, with times
     ):
         assert words in text, (words, text)
