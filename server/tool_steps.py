@@ -4,13 +4,15 @@ SGLang takes one step for each event, however many tokens it has (drafting and s
 and never comes to what is left at the end: calls lose their arguments. Some of its parsers give each block of calls
 the number 0, or a call the place of its tool among all tools: clients take several calls for one, or find none in
 the first places. And a thousand brackets within each other, as of a model that writes nothing else any more, break
-a stream off.
+a stream off. What of a call is left after the last step, its chats complete themselves: a call that ``max_tokens``
+cut off within a file's name is told as one with that name, which agents carry out.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
@@ -71,6 +73,10 @@ def step_or_text(detector: Any, step: Step, piece: str) -> tuple[str, list[Any]]
     return text or "", calls
 
 
+def no_remainder(self: Any, *_: Any) -> None:
+    """For a chat's stream at its end: all steps are taken, and what is unsaid was not written."""
+
+
 def numbered(parser: Any, calls: list[Any]) -> list[Any]:
     """Parts of calls, each with its call's place in the answer; that with a name is the first of its call."""
     begun, places = getattr(parser, "places", (0, {}))
@@ -87,6 +93,7 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (FunctionCallParser, "parse_stream_chunk", of_a_piece),
     (FunctionCallParser, "parse_stream_end", of_the_end),
     (JsonArrayParser, "parse_streaming_increment", of_json),
+    (OpenAIServingChat, "_check_for_unstreamed_tool_args", no_remainder),
 )
 """SGLang's, and what we put there."""
 

@@ -83,13 +83,46 @@ def test_arguments_in_the_models_own_form_are_an_object(parsing, parameters, str
     """Behind its call a random model writes on, so the first call is looked at."""
     function = {"name": "look", "parameters": parameters, "strict": strict}
     body = {"model": "x", "messages": TURN, "tools": [{"type": "function", "function": function}]}
-    body |= {"tool_choice": "required", "max_tokens": 100, "temperature": 0.7}
+    body |= {"tool_choice": "required", "max_tokens": 100, "temperature": 0.7, "logprobs": True}
     for seed in range(8):
         events = events_of(parsing, CHAT, body | {"seed": seed})
-        deltas = [choice["delta"] for event in events for choice in event["choices"]]
-        pieces = [piece for delta in deltas for piece in delta.get("tool_calls") or () if piece["index"] == 0]
+        choices = [choice for event in events for choice in event["choices"]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
+        pieces = [piece for piece in calls if piece["index"] == 0]
         assert [piece["function"]["name"] for piece in pieces if piece["function"].get("name")] == ["look"]
         arguments = "".join(piece["function"]["arguments"] or "" for piece in pieces)
-        assert arguments.startswith("{")
+        told = [
+            entry["token"] for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())
+        ]
+        assert '"arguments":{' in "".join(told).replace(" ", "")
+        assert arguments.startswith("{") or not arguments  # of a call that was cut off before its first value
         if strict and parameters:
             assert json.loads(arguments)["box"] in ("red", "blue")
+
+
+@pytest.mark.parametrize("served, route", [("compact", CHAT), ("compact", MESSAGES), ("parsing", CHAT)])
+def test_a_call_that_is_cut_off_is_not_completed(request, served, route):
+    """Agents carry out what they can read, whatever the answer's end."""
+    server = request.getfixturevalue(served)
+    body = {"model": "x", "messages": TURN, "temperature": 0}
+    if route == CHAT:
+        function = FUNCTION | {"strict": True}
+        body |= {"tools": [{"type": "function", "function": function}], "tool_choice": NAMED}
+    else:
+        body |= {"tools": [{"name": "look", "input_schema": PARAMETERS}]}
+        body["tool_choice"] = {"type": "tool", "name": "look"}
+
+    def arguments(limit):
+        told = ""
+        for event in events_of(server, route, body | {"max_tokens": limit}):
+            for choice in event.get("choices", ()):
+                calls = choice["delta"].get("tool_calls") or ()
+                told += "".join(call["function"]["arguments"] or "" for call in calls if call["index"] == 0)
+            if event.get("index") == 0:
+                told += event.get("delta", {}).get("partial_json", "")
+        return told
+
+    told = [arguments(limit) for limit in range(1, 80, 2)]
+    assert json.loads(told[-1])["box"] in ("red", "blue")
+    assert len({text for text in told if text and text != told[-1]}) > 1
+    assert all(told[-1].startswith(text) for text in told)
