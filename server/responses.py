@@ -3,11 +3,12 @@
 SGLang keeps two tokens of the client's limit back, as it does of what is left of the context when the client names
 none. It takes 512 for what is left where it is less, and refuses the request for that. A full queue is status 400.
 A response may have an id of the client's choice (``request_id``), and takes the place of a stored one that has it.
-Stored ones, with the conversations before them, are never let go.
+Stored ones, with the conversations before them, are never let go. Their items cannot be named by their ids
+(``item_reference``), which is how Vercel's AI SDK sends all but the newest turn.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -53,6 +54,33 @@ def is_being_made(_: str, response: Any) -> bool:
     return response.status in ("queued", "in_progress")
 
 
+def with_items(given: list[Any], stored: Iterable[Any]) -> list[Any]:
+    """A request's items, with those that it names by their ids (``item_reference``) in their places.
+
+    Args:
+        given: dictionaries, or pydantic's objects.
+        stored: responses, whose ``output`` has the items that may be named.
+
+    Raises:
+        LookupError: with the id of an item that none of them has.
+    """
+    names = {place: item["id"] for place, item in enumerate(given) if _is_reference(item)}
+    if not names:
+        return given
+    known = {item.id: item for response in stored for item in response.output if getattr(item, "id", None)}
+    missing = [name for name in names.values() if name not in known]
+    if missing:
+        raise LookupError(missing[0])
+    return [
+        known[names[place]].model_dump(exclude_none=True) if place in names else item
+        for place, item in enumerate(given)
+    ]
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference" and "id" in item
+
+
 def install() -> None:
     """Put our functions around SGLang's."""
     from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
@@ -94,6 +122,14 @@ def install() -> None:
         if request.request_id in self.response_store:
             message = "request_id must not be that of a response that is stored"
             return self.create_error_response(message, param="request_id")
+        if isinstance(request.input, list):
+            try:
+                request.input = with_items(request.input, list(self.response_store.values()))
+            except LookupError as error:
+                message = f"input names item {error.args[0]!r}, which is not stored: send the item itself"
+                if not self.enable_response_store:
+                    message += ' (in the AI SDK: "store": false), or serve with --enable-response-store'
+                return self.create_error_response(message, param="input")
         self.msg_store.pop(request.request_id, None)  # of one that failed, which may have asked for else
         return await create(self, request, raw_request)
 

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from openai.types.responses import ResponseOutputMessage
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from starlette.exceptions import HTTPException
@@ -132,3 +133,41 @@ def test_a_conversation_goes_on_though_the_response_before_was_let_go(installed)
     assert again == begun and again is not begun, "the answer is put behind it"
     with pytest.raises(KeyError):
         serving._response_input_history(request.model_copy(update={"request_id": "resp_c"}))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_items_of_stored_responses_can_be_named_by_their_ids(installed, kept):
+    """As the AI SDK does with all turns but the newest."""
+    said = {"role": "user", "content": "one"}
+    told = ResponseOutputMessage(
+        id="msg_1",
+        content=[{"type": "output_text", "text": "Hi.", "annotations": []}],
+        role="assistant",
+        status="completed",
+        type="message",
+    )
+    request = ResponsesRequest(
+        input=[said, {"type": "item_reference", "id": "msg_1"}, said | {"content": "two"}], model="m"
+    )
+    serving = OpenAIServingResponses()
+    serving.enable_response_store, refusals = kept, []
+    serving.create_error_response = lambda message, param: refusals.append((message, param))
+    if kept:
+        serving.response_store["resp_a"] = SimpleNamespace(status="completed", output=[told])
+    answer = asyncio.run(serving.create_responses(request))
+    if kept:
+        assert answer == "created" and not refusals
+        messages = serving._construct_input_messages(request)
+        assert [(each["role"], each["content"]) for each in messages][::2] == [
+            ("user", "one"),
+            ("user", "two"),
+        ]
+        assert messages[1]["role"] == "assistant" and "Hi." in str(messages[1]["content"])
+    else:
+        ((message, param),) = refusals
+        assert (
+            answer is None
+            and param == "input"
+            and "'msg_1'" in message
+            and "--enable-response-store" in message
+        )
