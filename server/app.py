@@ -161,6 +161,7 @@ def launch(
         tool_blocks,
         tool_calls,
         tool_steps,
+        weight_versions,
     )
     from fathom.server.drain import ServingTokenizerManager
 
@@ -220,6 +221,7 @@ def launch(
     ollama.install()
     parsers.install()
     detokenize.install()
+    weight_versions.install()
     forking.install()
     configure(http_server.app, face, gate, internal_states, look, server_args.served_model_name or "")
     watch_start(
