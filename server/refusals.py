@@ -54,6 +54,9 @@ PASSED_OVER = {
 """What other servers' clients ask for and SGLang's chat and completions do not read, which would change the answer;
 and what there is in its place."""
 
+NOT_HERE = {"conversation": "previous_response_id, or all items in input", "prompt": "input and instructions"}
+"""What of OpenAI's own is asked for by an id that only OpenAI's servers know, and what there is in its place."""
+
 _SGLANGS = ("json_schema", "regex", "ebnf", "structural_tag")
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 FORMS = ("response_format", "output_format", *_SGLANGS, *_GUIDED)
@@ -103,7 +106,7 @@ def refuse_illegal(path: str, content: dict[str, Any], middles: bool) -> None:
         _refuse_response(content)
     _refuse_count(content)
     if path in (CHAT, COMPLETIONS):
-        _refuse_passed_over(content)
+        _refuse_asked(content, PASSED_OVER)
         _refuse_two_schemas(content)
     _refuse_other_forms(path, content)
     if path == CHAT:
@@ -139,10 +142,16 @@ def _refuse_internal(content: dict[str, Any]) -> None:
 
 
 def _refuse_response(content: dict[str, Any]) -> None:
-    """Refuse a response to nothing, or without room for a token."""
+    """Refuse a response to nothing, without room for a token, or to less than was asked."""
     if content.get("input") == []:
         raise RequestError(400, "input must not be empty", "input")
     _refuse_limit(content, "max_output_tokens")
+    if isinstance(content.get("prompt"), dict) or _asks(content.get("conversation")):
+        _refuse_asked(content, NOT_HERE)
+    choice = content.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        message = 'tool_choice of type "allowed_tools" is not supported; there is tools with those alone'
+        raise RequestError(400, message, "tool_choice")
 
 
 def _refuse_limit(content: dict[str, Any], name: str) -> None:
@@ -152,9 +161,9 @@ def _refuse_limit(content: dict[str, Any], name: str) -> None:
         raise RequestError(400, f"{name} must be an integer >= 1, got {limit}", name)
 
 
-def _refuse_passed_over(content: dict[str, Any]) -> None:
+def _refuse_asked(content: dict[str, Any], known: dict[str, str | None]) -> None:
     """Refuse what would be answered as if it had not been asked for."""
-    for name, other in PASSED_OVER.items():
+    for name, other in known.items():
         if _asks(content.get(name)):
             instead = f"; there is {other}" if other else ""
             raise RequestError(400, f"{name} is not supported{instead}", name)

@@ -249,6 +249,32 @@ def test_an_answer_without_room_for_a_token_is_refused(path, name, limit, client
     assert (reply.status, error["param"], error["message"]) == (400, name, message)
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("conversation", "conv_1"),
+        ("conversation", {"id": "conv_1"}),
+        ("prompt", {"id": "pmpt_1"}),
+        ("tool_choice", ALLOWED),
+    ],
+)
+def test_a_response_to_more_than_is_read_is_refused(client, name, given):
+    """To a conversation or a prompt that is elsewhere, or with a choice that SGLang takes for `auto`."""
+    caller = client((1, b"{}"))
+    reply = caller.call(RESPONSES, {"input": "a", name: given})
+    assert (reply.status, reply.json["error"]["param"]) == (400, name) and not caller.inner.bodies
+    assert reply.json["error"]["message"].startswith(name)
+    for legal in (
+        {name: None},
+        {"tool_choice": {"type": "function", "name": "f"}},
+        {"tool_choice": "required"},
+    ):
+        assert caller.call(RESPONSES, {"input": "a"} | legal).status == 200
+
+
 def test_an_empty_conversation_is_refused(client):
     reply = client((0, b"{}")).call(RESPONSES, {"input": []})
     assert (reply.status, reply.json["error"]["param"]) == (400, "input")
