@@ -4,6 +4,14 @@ import json
 
 import pytest
 
+from fathom.runtime.sglang_host import torchvision_ops
+
+torchvision_ops.declare()
+
+from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments  # noqa: E402
+
+from fathom.server.tool_calls import without_halves  # noqa: E402
+
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PARAMETERS = {"type": "object", "properties": {"box": {"enum": ["red", "blue"]}}, "required": ["box"]}
 PARAMETERS["additionalProperties"] = False
@@ -126,3 +134,34 @@ def test_a_call_that_is_cut_off_is_not_completed(request, served, route):
     assert json.loads(told[-1])["box"] in ("red", "blue")
     assert len({text for text in told if text and text != told[-1]}) > 1
     assert all(told[-1].startswith(text) for text in told)
+
+
+HALVES = ("", '{"box": "bl', "3", "[]")
+
+
+def test_a_chat_goes_on_after_a_call_that_was_cut_off(compact):
+    """Its client tells of it as it was told."""
+
+    def prompt(arguments):
+        call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": "a", "content": "Error: arguments are not JSON"}
+        said = [*TURN, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+        body = {"model": "x", "messages": said, "tools": CHAT_TOOLS, "max_tokens": 1, "temperature": 0}
+        reply = compact.client.post(CHAT, json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["usage"]["prompt_tokens"]
+
+    assert {prompt(half) for half in HALVES} == {prompt("{}")}
+
+
+def test_a_call_that_was_cut_off_has_no_arguments():
+    given = [*HALVES, '{"box": "blue"}', {"box": 1}]
+    calls = [{"id": "a", "function": {"name": "look", "arguments": each}} for each in given]
+    message = {"role": "assistant", "tool_calls": [*calls, {"function": {"name": "look"}}, None]}
+    normalize_assistant_tool_call_arguments(message, strict=False)
+    without_halves(message)
+    told = [call["function"]["arguments"] for call in message["tool_calls"][: len(given)]]
+    assert told == [{}] * len(HALVES) + [{"box": "blue"}, {"box": 1}]
+    assert message["tool_calls"][len(given) :] == [{"function": {"name": "look"}}, None]
+    for other in ({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": None}):
+        without_halves(other)
