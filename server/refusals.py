@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -161,7 +161,7 @@ def _refuse_limit(content: dict[str, Any], name: str) -> None:
         raise RequestError(400, f"{name} must be an integer >= 1, got {limit}", name)
 
 
-def _refuse_asked(content: dict[str, Any], known: dict[str, str | None]) -> None:
+def _refuse_asked(content: dict[str, Any], known: Mapping[str, str | None]) -> None:
     """Refuse what would be answered as if it had not been asked for."""
     for name, other in known.items():
         if _asks(content.get(name)):
