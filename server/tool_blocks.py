@@ -32,6 +32,7 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.gigachat3_detector import GigaChat3Detector
 from sglang.srt.function_call.gpt_oss_detector import GptOssDetector
 from sglang.srt.function_call.hermes_detector import HermesDetector
+from sglang.srt.function_call.hunyuan_detector import HunyuanDetector
 from sglang.srt.function_call.internlm_detector import InternlmDetector
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 from sglang.srt.function_call.kimik3_detector import KimiK3Detector
@@ -39,7 +40,7 @@ from sglang.srt.function_call.ling3_detector import Ling3Detector
 from sglang.srt.function_call.mimo_detector import MiMoDetector
 from sglang.srt.function_call.minicpm5_detector import MiniCPM5Detector
 from sglang.srt.function_call.minimax_m2 import MinimaxM2Detector
-from sglang.srt.function_call.pythonic_detector import PythonicDetector
+from sglang.srt.function_call.qwen3_coder_detector import Qwen3CoderDetector
 from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 from sglang.srt.function_call.step3_detector import Step3Detector
 
@@ -77,7 +78,9 @@ _kimis = KimiK2Detector.parse_streaming_increment
 _harmonys = GptOssDetector.parse_streaming_increment
 _kimi_k3s, _finish_kimi_k3 = KimiK3Detector.parse_streaming_increment, KimiK3Detector.finish
 _deepseeks = DeepSeekV32Detector.parse_streaming_increment
+_hunyuans = HunyuanDetector.parse_streaming_increment
 _coheres = CohereCommand4Detector.detect_and_parse
+_qwen3_coders = Qwen3CoderDetector.detect_and_parse
 _finish = BaseFormatDetector.finish
 _whole = FunctionCallParser.parse_non_stream
 
@@ -224,6 +227,14 @@ def whole_items(self: Any, text: str, tools: Any) -> StreamingParseResult:
     return _coheres(self, before + mark + json.dumps(items) + self.eot_token, tools)
 
 
+def whole_functions(self: Any, text: str, tools: Any) -> StreamingParseResult:
+    """SGLang's for Qwen3-Coder, without a call that the answer ends within: it would have the arguments so far."""
+    if self.tool_call_end_token not in text:
+        ended, mark, rest = text.rpartition(self.function_end_token)
+        text = ended + mark + rest.partition(self.tool_call_prefix)[0]
+    return _qwen3_coders(self, text, tools)
+
+
 def without_blanks(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for DeepSeek V3.2, without the lines' ends between calls."""
     behind = self.current_tool_id >= 0
@@ -365,8 +376,8 @@ def goes_on(self: Any, rest: str) -> bool:
 def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     """SGLang's for an answer that is not streamed, whose text is what a stream says; calls are numbered in order.
 
-    Where it finds no calls, as in a block without an end, those that are whole in a stream. Of malformed calls some
-    parsers tell all of the answer, or nothing that is behind them.
+    Where a stream has more calls that are whole, those: some parsers find none in a block without an end, or read
+    the first block alone. Of malformed calls some tell all of the answer, or nothing that is behind them.
     """
     streamed = copy.copy(self)
     streamed.detector = copy.deepcopy(self.detector)
@@ -375,8 +386,8 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     except RecursionError:  # more brackets within each other than Python reads
         return full_text, []
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
-    if not calls or isinstance(self.detector, PythonicDetector):  # which reads the first list alone
-        calls = complete([*found, *more], {tool.function.name for tool in self.tools})
+    told = complete([*found, *more], {tool.function.name for tool in self.tools})
+    calls = max(calls, told, key=len)
     if calls or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
         text = ((said or "") + rest).strip()
     for number, call in enumerate(calls):
@@ -410,7 +421,9 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (DeepSeekV32Detector, _INCREMENT, by_sections(without_blanks)),
     (KimiK3Detector, _INCREMENT, by_sections(_kimi_k3s, *KIMI_K3S)),
     (KimiK3Detector, "finish", finish_kimi_k3),
+    (HunyuanDetector, _INCREMENT, by_sections(_hunyuans)),
     (CohereCommand4Detector, "detect_and_parse", whole_items),
+    (Qwen3CoderDetector, "detect_and_parse", whole_functions),
     (DotsToolDetector, "__init__", with_linear(DotsToolDetector.__init__, "func_call_regex")),
     (Ling3Detector, "__init__", with_linear(Ling3Detector.__init__, "func_detail_regex")),
     (Ling3Detector, _PARTIAL, compiled(getattr(Ling3Detector, _PARTIAL))),

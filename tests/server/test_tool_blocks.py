@@ -433,3 +433,29 @@ def test_an_answer_that_ends_within_a_call_has_the_calls_before(parser):
         told, begun = streamed(parser, pieces, unfinished=True)
         assert (told, begun[: len(calls)]) == (said, calls) and len(begun) <= len(calls) + 1
     assert calls == CALLS[:1]
+
+
+@pytest.mark.parametrize("parser", [name for name in FORMS if name not in ENDS])
+def test_calls_in_two_sections_are_all_told(parser):
+    """A model may call, say something and call again; of some formats SGLang reads the first section alone."""
+    # Not where each text is a message of its own.
+    more, behind = ("", "") if parser in ("gpt-oss", "muse") else ("More ", "Done. ")
+    text = FORMS[parser]("Well: ", "", behind) + FORMS[parser](more, "", "")
+    expected = ["Well:", *behind.split(), *more.split()], CALLS + CALLS
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == expected, pieces
+
+
+@pytest.mark.parametrize("kind", [CALLS, OTHERS, [("fun", {}), ("gun", {})]], ids=["usual", "others", "none"])
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_call_that_an_answer_ends_within_is_none(parser, kind, monkeypatch):
+    """What came of its arguments is no call that anybody should carry out."""
+    monkeypatch.setattr(sys.modules[__name__], "CALLS", kind)
+    text = FORMS[parser]("Well: ", "", "")
+    for end in range(len(text) - 1, 4, -7):
+        read = FunctionCallParser(TOOLS, parser)
+        told = [*read.parse_stream_chunk(text[:end])[1], *read.parse_stream_end()[1]]
+        begun = tool_blocks.complete(told, {"fun", "gun"})
+        calls = [(call.name, json.loads(call.parameters)) for call in begun]
+        assert whole(parser, text[:end])[1] == calls, text[:end]
+        assert parser in FLAT or calls == kind[: len(calls)]
