@@ -149,16 +149,6 @@ def read_block(self: Any, block: str, tools: Any) -> tuple[str, list[Any]]:
     return "" if found.calls else found.normal_text or "", list(found.calls)
 
 
-def whole_marks(increment: Increment, marks: tuple[str, ...]) -> Increment:
-    """A parser's function for a further piece, which gets no mark in two pieces."""
-
-    def with_whole(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
-        piece, self.half_a_mark = split(getattr(self, "half_a_mark", "") + new_text, marks)
-        return increment(self, piece, tools)
-
-    return with_whole
-
-
 def message_by_message(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for GPT-OSS, which gets no more than the end of one message and no mark in two pieces."""
     text, self.half_a_mark = split(getattr(self, "half_a_mark", "") + new_text, HARMONYS)
@@ -177,7 +167,8 @@ def message_by_message(self: Any, new_text: str, tools: Any) -> StreamingParseRe
 
 
 def by_sections(increment: Increment, *more: str) -> Increment:
-    """A parser's function for a further piece, which gets no text behind a section of calls: it would drop that.
+    """A parser's function for a further piece, which gets no text behind a section of calls, which it would drop,
+    and no mark in two pieces.
 
     Args:
         more: marks, besides the section's own, that are no text.
@@ -189,7 +180,9 @@ def by_sections(increment: Increment, *more: str) -> Increment:
         text, self.half_a_mark = split(text, (self.bot_token, self.eot_token, *more))
         result = StreamingParseResult()
         for piece in filter(None, re.split(f"(?={opening})|(?<={closing})", text)):
-            if getattr(self, "behind_calls", False) and not piece.startswith(self.bot_token):
+            if piece.startswith(self.bot_token):
+                self.in_section = True
+            elif getattr(self, "behind_calls", False):
                 for mark in more:
                     piece = piece.replace(mark, "")
                 result.normal_text += piece
@@ -197,6 +190,8 @@ def by_sections(increment: Increment, *more: str) -> Increment:
             found = increment(self, piece, tools)
             result.normal_text += found.normal_text or ""
             result.calls.extend(found.calls)
+            if piece.endswith(self.eot_token):
+                self.in_section = False
             self.behind_calls = piece.endswith(self.eot_token) and self.current_tool_id >= 0
         return result
 
@@ -206,8 +201,9 @@ def by_sections(increment: Increment, *more: str) -> Increment:
 def finish_kimi_k3(self: Any, tools: Any) -> StreamingParseResult:
     """SGLang's for Kimi K3, with what ended as a mark begins."""
     result: StreamingParseResult = _finish_kimi_k3(self, tools)
-    rest = kimik3_format.strip_partial_marker_suffix(getattr(self, "half_a_mark", ""))
-    result.normal_text = (result.normal_text or "") + rest
+    if not getattr(self, "in_section", False):
+        rest = kimik3_format.strip_partial_marker_suffix(getattr(self, "half_a_mark", ""))
+        result.normal_text = (result.normal_text or "") + rest
     return result
 
 
@@ -360,7 +356,8 @@ def finish(self: Any, tools: Any) -> StreamingParseResult:
         result.calls.extend(calls)
     elif opening is not None or not goes_on(self, buffer):
         rest = buffer
-    result.normal_text = (result.normal_text or "") + rest + getattr(self, "half_a_mark", "")
+    if not getattr(self, "in_section", False):  # or all that is left is of a call
+        result.normal_text = (result.normal_text or "") + rest + getattr(self, "half_a_mark", "")
     return result
 
 
@@ -416,7 +413,7 @@ _INCREMENT, _PARTIAL = "parse_streaming_increment", "_STREAMING_PARTIAL_PATTERN"
 PLACES: tuple[tuple[Any, str, Any], ...] = (
     *((detector, _INCREMENT, of_blocks(*marks)) for detector, marks in BLOCKS.items()),
     *((detector, _INCREMENT, of_json) for detector in OF_JSON),
-    (KimiK2Detector, _INCREMENT, whole_marks(_kimis, KIMIS)),
+    (KimiK2Detector, _INCREMENT, by_sections(_kimis, *KIMIS)),
     (GptOssDetector, _INCREMENT, message_by_message),
     (DeepSeekV32Detector, _INCREMENT, by_sections(without_blanks)),
     (KimiK3Detector, _INCREMENT, by_sections(_kimi_k3s, *KIMI_K3S)),

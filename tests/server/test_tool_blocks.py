@@ -459,3 +459,16 @@ def test_a_call_that_an_answer_ends_within_is_none(parser, kind, monkeypatch):
         calls = [(call.name, json.loads(call.parameters)) for call in begun]
         assert whole(parser, text[:end])[1] == calls, text[:end]
         assert parser in FLAT or calls == kind[: len(calls)]
+
+
+@pytest.mark.parametrize("parser", ["deepseekv32", "deepseekv4", "hunyuan", "kimi_k2", "kimi_k3"])
+def test_nothing_of_a_section_without_an_end_is_text(parser):
+    """Whatever an answer ends within: a mark, a name, an argument, or between two calls."""
+    text = FORMS[parser]("Well: ", "", "")
+    detector = FunctionCallParser(TOOLS, parser).detector
+    begin = text.index(detector.bot_token) + len(detector.bot_token)
+    for end in range(begin, text.index(detector.eot_token) + len(detector.eot_token), 2):
+        for pieces in ([text[:end]], [text[at : min(at + 9, end)] for at in range(0, end, 9)]):
+            read = FunctionCallParser(TOOLS, parser)
+            told = [*map(read.parse_stream_chunk, pieces), read.parse_stream_end()]
+            assert "".join(said or "" for said, _ in told).split() == ["Well:"], text[:end]
