@@ -82,6 +82,7 @@ _hunyuans = HunyuanDetector.parse_streaming_increment
 _coheres = CohereCommand4Detector.detect_and_parse
 _qwen3_coders = Qwen3CoderDetector.detect_and_parse
 _finish = BaseFormatDetector.finish
+_calls_of_json = BaseFormatDetector.parse_base_json
 _whole = FunctionCallParser.parse_non_stream
 
 
@@ -341,6 +342,15 @@ def end_of_call(call: str, closing: str, new: int) -> int:
     return found + len(closing) if found >= 0 else -1
 
 
+def calls_of_objects(self: Any, found: Any, tools: Any) -> list[ToolCallItem]:
+    """SGLang's for JSON, of what is an object: of a number or list behind calls, as of a text, it would raise."""
+    found = found if isinstance(found, list) else [found]
+    calls: list[ToolCallItem] = _calls_of_json(
+        self, [each for each in found if isinstance(each, dict)], tools
+    )
+    return calls
+
+
 def finish(self: Any, tools: Any) -> StreamingParseResult:
     """What a stream's end shows to be text, as half a mark is; and calls of a block that it closes."""
     result: StreamingParseResult = _finish(self, tools)
@@ -427,6 +437,7 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     *((kimik3_detector, name, compiled(getattr(kimik3_detector, name))) for name in ("_CALL_RE", "_ARG_RE")),
     (internlm_detector, "re", SimpleNamespace(**{**vars(re), "findall": find_blocks})),
     (BaseFormatDetector, "finish", finish),
+    (BaseFormatDetector, "parse_base_json", calls_of_objects),
     (FunctionCallParser, "parse_non_stream", whole),
 )
 """SGLang's, and what we put there."""

@@ -472,3 +472,11 @@ def test_nothing_of_a_section_without_an_end_is_text(parser):
             read = FunctionCallParser(TOOLS, parser)
             told = [*map(read.parse_stream_chunk, pieces), read.parse_stream_end()]
             assert "".join(said or "" for said, _ in told).split() == ["Well:"], text[:end]
+
+
+@pytest.mark.parametrize("behind", [" [1] Done.", " 1 Done.", ' "x" Done.'])
+@pytest.mark.parametrize("parser", ["llama3", "mistral", "qwen25", "cohere_command4"])
+def test_a_text_behind_calls_that_begins_as_json_is_text(parser, behind):
+    text = FORMS[parser]("Well: ", "", behind)
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == (["Well:", *behind.split()], CALLS), pieces
