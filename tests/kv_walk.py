@@ -195,7 +195,7 @@ class Engine:
         )
         batch.seq_lens_cpu = after
         kv_schedule.alloc_for_extend(batch)
-        self.decode_beside()
+        self.forward(reqs, chunks)
         for req, (begin, end) in zip(reqs, chunks, strict=True):
             for at, slot in list(enumerate(self.slots(req, end)))[begin:]:
                 self.holds[slot] = req.extra_key, self.tokens(req)[: at + 1]
@@ -215,8 +215,8 @@ class Engine:
                 assert node.priority >= req.priority
                 node = node.parent
 
-    def decode_beside(self):
-        """Who decodes in a batch of chunks; nobody, where they are not mixed."""
+    def forward(self, reqs, chunks):
+        """What else a batch of chunks does; nothing, where nobody decodes in it."""
 
     def found(self, req, end):
         """Tokens that the tree has of a request's first ones, and where they end in it."""

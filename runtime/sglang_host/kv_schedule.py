@@ -4,9 +4,10 @@ All of it runs while a batch is composed; a forward only reads the tables.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -165,6 +166,7 @@ class DepthPrefillAdder(PrefillAdder):
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
     _judged: Req | None = None
+    _held: Mapping[Req, int] = MappingProxyType({})  # by those who may be taken out
     _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
     @property
@@ -227,15 +229,55 @@ class DepthPrefillAdder(PrefillAdder):
         if rows > self.tree_cache.req_to_token_pool.available_size():
             # SGLang has only the beams of requests in mind that run already.
             return AddReqResult.OTHER
-        self._states += self._waiting_states(req)
-        add = partial(super().add_one_req, has_chunked_req=has_chunked_req)
-        return self._judge(req, len(req.full_untruncated_fill_ids), add, *args, **kwargs)
+        states = self._waiting_states(req)
+        add = partial(super().add_one_req, *args, has_chunked_req=has_chunked_req, **kwargs)
+        added = self._judge(req, len(req.full_untruncated_fill_ids), add)
+        if added == AddReqResult.NO_TOKEN and req not in self.can_run_list and self._makes_room(req):
+            req.init_next_round_input(self.tree_cache)
+            states = self._waiting_states(req)
+            added = self._judge(req, len(req.full_untruncated_fill_ids), add)
+        self._states += states
+        return added
+
+    def _makes_room(self, req: Req) -> bool:
+        """Whether running requests were taken out for one that lacks room; SGLang has that for a row only."""
+        preempts = self.beside is not None and self.beside.scheduler.enable_priority_preemption
+        return preempts and self.preempt_to_schedule(req)
 
     def preempt_to_schedule(self, req: Req) -> bool:
-        """SGLang's, which would take running requests out for one that cannot be in this batch anyway."""
-        if self.can_run_list:  # beside others, what is cached of it says whether it can be computed at once
-            req.init_next_round_input(self.tree_cache)
-        return not self._has_to_wait(req, self._chunked) and super().preempt_to_schedule(req)
+        """SGLang's, where the request can be in this batch and fits then.
+
+        SGLang reckons with what running requests may still take, not with what they hold, and with what the new
+        one takes at all depths, or with nothing where it looks at it for the first time.
+        """
+        req.init_next_round_input(self.tree_cache)
+        if self._has_to_wait(req, self._chunked):
+            return False
+        before, spare = len(self.preempt_list), self.page_size + 1 - len(req.output_ids)
+        self.rem_total_token_offset += spare
+        try:
+            with self._lock_node(req.last_node):
+                self._held = {
+                    each: self._held_by(each) for each in self.running_batch.reqs if not each.finished()
+                }
+                return bool(self._judge(req, len(req.full_untruncated_fill_ids), super().preempt_to_schedule))
+        finally:
+            free_now = sum(self._held[each] for each in self.preempt_list[before:])
+            self.rem_total_token_offset += free_now - spare
+            self._held = {}
+
+    def _held_by(self, req: Req) -> int:
+        """Tokens at all depths that the pages hold which a running request leaves when it is taken out."""
+        allocator, node, shared = self.token_to_kv_pool_allocator, req.last_node, 0
+        while node is not None and node.parent is not None:
+            shared += len(node.key) if node.lock_ref > 1 else 0
+            node = node.parent
+        others = allocator.plan_of(req).shared_spans * (shared // self.page_size)
+        return allocator.dense_size(allocator.held_pages([req])[0] - others)
+
+    def _get_running_request_total_token_offset(self, req: Req) -> float:
+        """SGLang's: what a request may still take. Where it may be taken out, what it holds counts too."""
+        return super()._get_running_request_total_token_offset(req) + self._held.get(req, 0)
 
     def _has_to_wait(self, req: Req, has_chunked_req: bool) -> bool:
         """Whether a new request cannot be in this batch, however much room there is."""

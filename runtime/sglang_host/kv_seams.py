@@ -333,9 +333,19 @@ KV_SEAMS: tuple[Seam, ...] = (
         "managers.schedule_policy:PrefillAdder.preempt_to_schedule",
         "override",
         "who may take a running request's place; ours may take that of a prompt between two chunks, and nobody's "
-        "where it has to wait for the last of them",
+        "where it has to wait for the last of them, or does not fit then",
         "req",
-        reads_attributes("priority priority_scheduling_preemption_threshold"),
+        reads_attributes(
+            "priority priority_scheduling_preemption_threshold rem_total_tokens rem_total_token_offset "
+            "preempt_list _get_running_request_total_token_offset"
+        ),
+    ),
+    relies_on(
+        SCHEDULER,
+        "managers.schedule_policy:PrefillAdder._get_running_request_total_token_offset",
+        "override",
+        "where a running request may be taken out, what it holds counts too",
+        "req",
     ),
     relies_on(
         SCHEDULER,

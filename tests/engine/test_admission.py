@@ -1,131 +1,60 @@
-"""Admission into a small pool: how much of a prompt a step computes, who is let in, and that all of it fits.
-
-What it may say is reckoned here from docs/depth-pages.md: in pages, by a ledger of the step's own.
-"""
+"""Admission into a small pool: how much of a prompt a step computes, who is let in, and that all of it fits."""
 
 import random
 from array import array
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from admission_ledger import Ledger
 from kv_walk import ALL, LAYERS, LONGEST, POLICIES, Engine
+from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from fathom.runtime.kv.memory import pages_taken
 from fathom.runtime.kv.pages import pages_of
-from fathom.runtime.sglang_host import kv_schedule, requests, short_prompts
+from fathom.runtime.sglang_host import between_chunks, kv_schedule, requests, short_prompts
+from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
 
 KINDS = [*POLICIES, {"tsp_rate": 0.5, "prefill_keep_rate": 0.5, "min_prompt_tokens": 12}]
 KINDS += [{}, {"tsp_rate": 0.5, "kv_retention_rate": 0.5}, {"prefill_keep_rate": 0.2, "min_prompt_tokens": 4}]
 
 
-class Ledger:
-    """What is left in a step, in tokens at all depths and in virtual slots.
+class Batch(SimpleNamespace):
+    """Running requests, of whom some are taken out for who is more urgent."""
 
-    Of both come off the tokens that running requests are expected to get, and what the step's prompts take.
-    """
+    def release_req(self, index, _):
+        self.engine.release(self.reqs[index], False)
 
-    def __init__(self, engine, running, decoding, ratio):
-        self.engine, self.decoding = engine, decoding
-        counted = len(running) if engine.mixed else 0
-        self.decode_pages = 0
-        if engine.mixed and decoding:
-            held = [(req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in decoding]
-            self.decode_pages = engine.allocator.decode_pages(*zip(*held, strict=True))
-        expected = sum(req.sampling_params.max_new_tokens - len(req.output_ids) for req in running) * ratio
-        self.memory = counted + expected + max(self.dense(self.decode_pages) - len(decoding), 0)
-        full = sum(req.kv.kv_allocated_len % engine.size == 0 for req in decoding) if engine.mixed else 0
-        self.slots = expected + max(counted, counted - len(decoding) + full * engine.size)
-        self.new, self.chunk, self.states = [], None, 0
-        self.parked, self.in_chunks = False, False
-
-    def dense(self, pages):
-        """Pages in tokens at all depths, of which a part counts as one."""
-        return -(-pages * self.engine.size // LAYERS)
-
-    def pages(self):
-        """Those that can be had."""
-        return self.engine.memory.pool.free + self.engine.tree.evictable_pages
-
-    def left(self):
-        """Tokens at all depths, and virtual slots."""
-        slots = self.engine.allocator.virtual_size() + self.engine.tree.evictable_size_
-        return self.pages() // LAYERS * self.engine.size - self.memory, slots - self.slots
-
-    def taken(self, req, begin, end):
-        plan = self.engine.allocator.plan_of(req)
-        return pages_taken(plan, begin, end, len(req.origin_input_ids), self.engine.size, req.kv.holds_kv)
-
-    def next_chunk(self, req, tokens):
-        """Of the prompt that is in chunks: as many of ``tokens`` as what is left holds at its depth."""
-        plan = self.engine.allocator.plan_of(req)
-        begin, whole = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
-        memory, slots = self.left()
-        most = min(tokens, whole - begin, int(memory * LAYERS / max(plan.shared_spans, 1)), int(slots))
-        fits = most > 0 and self.taken(req, begin, begin + most) + self.decode_pages <= self.pages()
-        if not fits and self.decoding:
-            self.parked, most = True, 0
-        elif most <= 0:
-            most = min(tokens, whole - begin)
-        self.in_chunks = begin + most < whole
-        if plan.propagation is not None:
-            self.states += len(req.origin_input_ids)
-        if not self.parked:
-            self.charge(req, begin, begin + most)
-        return most
-
-    def charge(self, req, begin, end):
-        """A page to spare each; the whole answer once the prompt is complete."""
-        size, new = self.engine.size, pages_of(end - begin, self.engine.size) * self.engine.size
-        more = size + (req.sampling_params.max_new_tokens if end == len(req.full_untruncated_fill_ids) else 0)
-        saved = (pages_of(end, size) - pages_of(begin, size)) * size - self.dense(self.taken(req, begin, end))
-        self.memory += new + more - saved
-        self.slots += new + more
-        self.new.append(req)
-        if self.chunk is not None:
-            self.chunk -= new
-
-    def next_prompt(self, req):
-        """How many tokens of a waiting request's are computed, with what it found in the cache held by it."""
-        size, begin, end = self.engine.size, len(req.prefix_indices), len(req.full_untruncated_fill_ids)
-        plan, prompt = self.engine.allocator.plan_of(req), len(req.origin_input_ids)
-        at_once = self.chunk is None or pages_of(end - begin, size) * size <= self.chunk
-        waits = plan.propagation is not None and (requests.is_judged(req) or not at_once)
-        states = prompt if waits else 0
-        rows = sum(not each.kv.holds_kv for each in [*self.new, req])
-        if self.parked or (self.in_chunks and not at_once) or rows > self.engine.table.available_size():
-            return 0
-        if states and self.states and self.states + states > requests.LAYOUT.propagation_buffer:
-            return 0
-        # At all depths it would take as many tokens as it is long; what it saves of whole pages is left.
-        length = end - begin + max(req.sampling_params.max_new_tokens - len(req.output_ids), 0) + size
-        dense = (pages_of(end, size) - pages_of(begin, size)) * size
-        memory, slots = self.left()
-        if length >= memory + dense - self.dense(self.taken(req, begin, end)) or length >= slots:
-            return 0
-        if not at_once and (end := (begin + self.chunk // size * size) // size * size) <= begin:
-            return 0
-        self.states += states
-        self.in_chunks |= not at_once
-        self.charge(req, begin, end)
-        return end - begin
+    def filter_batch(self, keep_indices):
+        self.reqs = [self.reqs[index] for index in keep_indices]
 
 
 class Admitting(Engine):
     """Every prompt comes by admission, beside running requests of which some are about to leave."""
 
-    rows, pools = 7, (40, 80, 120)
+    rows, pools, kinds, buffers, answers = 7, (40, 80, 120), KINDS, (40, LONGEST), (1, 3, 9, 20)
+    urgent = False  # whether who is more urgent takes others out
 
     def __init__(self, draw, size, patch):
-        self.policies = draw.sample(KINDS, 3)
+        self.policies = draw.sample(self.kinds, 3)
         super().__init__(draw, size, patch)
-        patch.setattr(requests.LAYOUT, "propagation_buffer", draw.choice([40, LONGEST]))
+        patch.setattr(requests.LAYOUT, "propagation_buffer", draw.choice(self.buffers))
         requests._plan.cache_clear()
+        self.hidden = HiddenBuffer(requests.LAYOUT.propagation_buffer, 1, torch.float32, "cpu")
+        self.memory.on_close.append(self.hidden.drop)
         self.admits, self.mixed, self.patch = True, False, patch
         self.decoding, self.ended, self.seen = [], [], Counter()
+        low_first = SimpleNamespace(schedule_low_priority_values_first=False)
+        for module in (short_prompts, schedule_policy):
+            patch.setattr(module, "get_schedule", lambda: low_first)
+        patch.setattr(between_chunks, "take_back", lambda *_: self.take_back(self.in_chunks()))
+
+    def in_chunks(self):
+        return [req for req in self.running if not self.complete(req)]
 
     def release(self, req, is_insert):
         super().release(req, is_insert)
@@ -133,7 +62,22 @@ class Admitting(Engine):
             req.finished_reason = FINISH_LENGTH(len(req.output_ids))
             self.ended = [req]
 
-    def decode_beside(self):
+    def forward(self, reqs, chunks):
+        """States of chunks wait until their prompts end; those of what a draft chose, until the step ends."""
+        complete = []
+        for req, (begin, end) in zip(reqs, chunks, strict=True):
+            row, prompt, plan = req.kv.req_pool_idx, len(req.origin_input_ids), self.allocator.plan_of(req)
+            chosen = requests.selection_of(req)
+            if end >= prompt:
+                complete.append(row)
+            waiting = range(begin, end if end < prompt else begin)
+            if chosen is not None:
+                waiting = range(chosen.most_kept(prompt) if end >= prompt > begin else 0)
+            if plan.propagation is not None and waiting:
+                states = torch.zeros(len(waiting), 1)
+                self.hidden.put(row, np.array(waiting), states, None)
+        for row in complete:
+            self.hidden.drop(row)
         if self.mixed and self.decoding:
             self.grow(self.decoding)
 
@@ -146,10 +90,8 @@ class Admitting(Engine):
             queue += [self.request() for _ in range(draw.randint(0, count - len(queue)))]
             draw.shuffle(queue)
             self.admit(queue)
-        elif kind < 0.8 and (decoding := [req for req in self.running if self.complete(req)]):
-            if not self.decode(decoding):
-                prompts = [req for req in self.running if not self.complete(req)]
-                self.take_back(prompts or decoding[-1:])
+        elif kind < 0.8:
+            self.decode_all()
         elif kind < 0.9 and self.running:
             req = draw.choice(self.running)
             if draw.random() < 0.5:
@@ -158,8 +100,28 @@ class Admitting(Engine):
                 self.take_back([req])
         elif kind < 0.93:
             self.tree.evict(EvictParams(num_tokens=draw.choice([9, 20, ALL])))
+        self.end_answers()
+
+    def decode_all(self):
+        decoding = [req for req in self.running if self.complete(req)]
+        if decoding and not self.decode(decoding):
+            self.take_back(self.in_chunks() or decoding[-1:])
+
+    def end_answers(self):
         for req in [req for req in self.running if self.over(req)]:
             self.release(req, True)
+
+    def to_the_end(self):
+        """Nobody comes any more: who waits runs in turn, and ends."""
+        for _ in range(2000):
+            if not (self.running or self.waiting):
+                return
+            queue, self.waiting = self.waiting, []
+            self.admit(queue)
+            self.end_answers()
+            self.decode_all()
+            self.end_answers()
+        raise AssertionError(f"{len(self.waiting)} wait, and {len(self.running)} do not end")
 
     def over(self, req):
         """Whether it has said all that it was to say."""
@@ -167,18 +129,23 @@ class Admitting(Engine):
 
     def request(self):
         req = super().request()
-        req.sampling_params.max_new_tokens = self.draw.choice([1, 3, 9, 20])
+        prompt, plan = len(req.origin_input_ids), self.allocator.plan_of(req)
+        longest = kv_schedule.most_tokens(self.allocator, plan, prompt)
+        if plan.dense:  # as SGLang has it
+            longest = self.allocator.size - (pages_of(prompt, self.size) + 1) * self.size - 1 + prompt
+        room = max(longest - prompt, 0)
+        req.sampling_params.max_new_tokens = min(self.draw.choice(self.answers), room)
         return req
 
     def adder(self, running, chunk, ratio, queue):
         """SGLang's of a step, as the scheduler makes it."""
-        batch = SimpleNamespace(reqs=running, batch_is_full=False)
+        batch = Batch(reqs=running, batch_is_full=False, engine=self)
         scheduler = SimpleNamespace(
             is_mixed_chunk=self.mixed,
             waiting_queue=queue,
             tree_cache=self.tree,
-            enable_priority_scheduling=False,
-            enable_priority_preemption=False,
+            enable_priority_scheduling=self.urgent,
+            enable_priority_preemption=self.urgent,
             lora_drainer=None,
             get_num_allocatable_reqs=lambda running, running_batch: self.table.available_size(),
         )
@@ -186,71 +153,161 @@ class Admitting(Engine):
         self.patch.setattr(kv_schedule.DepthPrefillAdder, "beside", beside)
         return kv_schedule.DepthPrefillAdder(
             *(self.size, self.tree, self.allocator, batch, ratio, ALL, chunk),
-            *(len(running) if self.mixed else 0,),
+            *(len(running) if self.mixed else 0, self.draw.randrange(2) if self.urgent else 0),
         )
+
+    def next_chunk(self, adder, ledger, chunked):
+        """Of the prompt that is in chunks; it, if it goes on."""
+        chunked.init_next_round_input()
+        left, beside = adder.beside.room(adder, chunked)
+        for other in adder.beside.scheduler.waiting_queue[beside : beside + 1] if self.urgent else ():
+            if other.priority - chunked.priority > adder.priority_scheduling_preemption_threshold:
+                assert adder.add_chunked_req(chunked) is None and chunked not in self.running
+                self.seen["gave way"] += 1
+                return None
+        expected = ledger.next_chunk(chunked, ledger.chunk - left)
+        goes_on = adder.add_chunked_req(chunked)
+        assert chunked.extend_range.length == expected
+        assert (goes_on is not None) == ledger.in_chunks
+        self.seen["parked" if ledger.parked else "chunk"] += 1
+        return goes_on
+
+    def makes_room(self, adder, ledger, req):
+        """Whether a row is free for a waiting request, or somebody less urgent gives it his."""
+        if not self.urgent or len(adder.can_run_list) < self.table.available_size():
+            return True
+        req.init_next_round_input(self.tree)
+        return self.gives_way(adder, ledger, req, lambda: adder.preempt_to_schedule(req))[0]
+
+    def gives_way(self, adder, ledger, req, ask):
+        """Whether less urgent requests give way as admission is asked, and what it answers."""
+        before = set(adder.preempt_list)
+        self.tree.inc_lock_ref(req.last_node)
+        pages = ledger.pages()
+        expected = ledger.taken_out(req, adder.priority_scheduling_preemption_threshold)
+        self.tree.dec_lock_ref(req.last_node)
+        held = sum(ledger.held(each, req) for each in expected)
+        answer = ask()
+        assert set(adder.preempt_list) - before == expected
+        assert ledger.pages() >= pages + held
+        ledger.give_up(expected)
+        self.decoding = ledger.decoding
+        return bool(expected), answer
 
     def admit(self, queue, **given):
         draw = self.draw
         queue = [req for req in queue if not kv_schedule.refuse_what_never_fits(self.allocator, req)]
+        if self.urgent:
+            queue.sort(key=lambda req: -req.priority)
         self.decoding = [req for req in self.running if self.complete(req)]
         running = [*self.decoding, *self.ended]
         self.ended = []
         self.mixed = given.get("mixed", draw.random() < 0.5)
         ratio = given.get("ratio", draw.choice([0, 0.25, 1]))
         self.patch.setattr(short_prompts.OPTIONS, "share", draw.choice([0, 0.5]))
-        chunked = next((req for req in self.running if not self.complete(req)), None)
+        chunked = next(iter(self.in_chunks()), None)
         chunks = [4, 8, 16, 32] if chunked or self.mixed else [None, 4, 8, 16, 32]
         chunk = given.get("chunk", draw.choice(chunks))
         ledger = Ledger(self, running, self.decoding, ratio)
         adder = self.adder(running, chunk, ratio, queue)
         ledger.chunk = adder.rem_chunk_tokens
         if chunked:
-            chunked.init_next_round_input()
-            left, _ = adder.beside.room(adder, chunked)
-            expected = ledger.next_chunk(chunked, ledger.chunk - left)
-            goes_on = adder.add_chunked_req(chunked)
-            assert chunked.extend_range.length == expected
-            assert (goes_on is not None) == ledger.in_chunks
-            self.seen["parked" if ledger.parked else "chunk"] += 1
-            chunked = goes_on
+            chunked = self.next_chunk(adder, ledger, chunked)
         queue = list(adder.beside.scheduler.waiting_queue)
         for place, req in enumerate(queue):
-            req.init_next_round_input(self.tree)
-            self.tree.inc_lock_ref(req.last_node)
-            expected = ledger.next_prompt(req)
-            self.tree.dec_lock_ref(req.last_node)
-            result = adder.add_one_req(req, has_chunked_req=chunked is not None, truncation_align_size=None)
-            assert (req in adder.can_run_list) == (expected > 0)
-            self.seen["let in" if expected else "held back"] += 1
-            if expected:
-                assert req.extend_range.length == expected
-                self.running.append(req)
-                req.kv.cache_protected_len = len(req.prefix_indices)
-                full = min(ledger.left()) <= 0
-                assert (result == AddReqResult.NO_TOKEN) == full
+            result = None
+            out = len(adder.preempt_list)
+            if self.makes_room(adder, ledger, req):
+                self.seen["for a row"] += len(adder.preempt_list) > out
+                result = self.add(adder, ledger, req, chunked)
+                # Where those who decode left no page of the chunk, it is let in the next time.
+                for_it = len(adder.preempt_list) > out and (chunk is None or ledger.chunk >= self.size)
+                assert req in adder.can_run_list or not for_it, "they were taken out for nothing"
             if result != AddReqResult.CONTINUE:
                 self.waiting += [each for each in queue[place:] if each not in adder.can_run_list]
                 break
+        self.waiting += adder.preempt_list
         mixed = self.mixed and self.decoding
         if self.compute_admitted(adder):
             self.seen["mixed" if mixed else "alone"] += 1
 
+    def expected(self, ledger, req):
+        """How many tokens of a waiting request's are computed."""
+        self.tree.inc_lock_ref(req.last_node)
+        tokens = ledger.next_prompt(req)
+        self.tree.dec_lock_ref(req.last_node)
+        return tokens
 
-MET = ("let in", "held back", "chunk", "parked", "alone", "mixed")
+    def add(self, adder, ledger, req, chunked):
+        """A waiting request is asked for; what admission says then."""
+        req.init_next_round_input(self.tree)
+        expected = self.expected(ledger, req)
+
+        def ask():
+            return adder.add_one_req(req, has_chunked_req=chunked is not None, truncation_align_size=None)
+
+        if self.urgent and ledger.full:
+            gave_way, result = self.gives_way(adder, ledger, req, ask)
+            self.seen["for memory" if gave_way else "stays"] += 1
+            expected = self.expected(ledger, req)
+        else:
+            result = ask()
+        assert (req in adder.can_run_list) == (expected > 0)
+        self.seen["let in" if expected else "held back"] += 1
+        if expected:
+            assert req.extend_range.length == expected
+            self.running.append(req)
+            req.kv.cache_protected_len = len(req.prefix_indices)
+            assert (result == AddReqResult.NO_TOKEN) == (min(ledger.left()) <= 0)
+        return result
+
+
+class FewStates(Admitting):
+    """All want FastKV's selection, and few hidden states can wait for it."""
+
+    kinds = [kind for kind in KINDS if "tsp_rate" in kind] * 2 + [{"tsp_rate": 0.3}]
+    buffers = (24, 30, 40)
+
+
+class FewRows(Admitting):
+    """Long answers."""
+
+    rows, answers = 2, (9, 20)
+
+
+class Urgent(Admitting):
+    """Rows are what is missing, and some take others'."""
+
+    rows, urgent, pools = 3, True, (80, 120, 200)
+
+
+MET = {"let in", "held back", "chunk", "parked", "alone", "mixed"}
+WALKS = {
+    Admitting: (16, MET),
+    FewStates: (8, MET | {"states"}),
+    FewRows: (8, MET - {"parked"} | {"rows"}),
+    Urgent: (10, MET - {"parked"} | {"for a row", "for memory", "stays", "gave way"}),
+}
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_who_fits_is_let_in_and_nobody_else(size):
+@pytest.mark.parametrize("walk", WALKS)
+def test_who_fits_is_let_in_and_nobody_else(walk, size):
+    """And nobody waits for ever."""
+    seeds, met = WALKS[walk]
     seen = Counter()
-    for seed in range(16):
+    for seed in range(seeds):
         with pytest.MonkeyPatch.context() as patch:
-            engine = Admitting(random.Random(f"{seed} {size}"), size, patch)
+            engine = walk(random.Random(f"{seed} {size}"), size, patch)
             for _ in range(200):
                 engine.step()
             engine.look()
+            engine.to_the_end()
+            engine.look()
+            assert not engine.hidden.used
             seen += engine.seen
             requests._plan.cache_clear()
-    assert set(seen) == set(MET), seen
+    assert met <= set(seen), seen
 
 
 def prompt_of(engine, length, answer):

@@ -145,14 +145,30 @@ def test_a_full_queue_ends_nobody_who_has_run(server):
     assert server.engine()["open_accounts"] == 0
 
 
-def test_nobody_makes_room_for_who_waits_for_a_long_prompt(start_server, tiny_model):
-    """Both rows are taken, one by a prompt in chunks: an urgent request that comes has to wait for its last one."""
+@pytest.fixture(scope="module")
+def two_rows(start_server, tiny_model):
     flags = ("--chunked-prefill-size", "16", "--max-running-requests", "2", "--short-prompt-share", "0")
-    server = start_server(tiny_model, *FLAGS, *flags)
-    random = Random(2)
-    bodies = []
-    for length, tokens, priority in ((4, 20, 0), (400, 4, 2), (30, 4, 2)):
-        body = body_of([random.randrange(6, 2000) for _ in range(length)], {}, tokens)
+    return start_server(tiny_model, *FLAGS, *flags)
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "taken_out"),
+    [
+        # Both rows are taken, one by a prompt in chunks: an urgent request has to wait for its last one.
+        ([(4, 20, 0), (400, 4, 2), (30, 4, 2)], {}, [0, 0, 0]),
+        # There is a row, and the less urgent one holds the memory.
+        ([(1200, 150, 0), (900, 4, 2)], {}, [1, 0]),
+        ([(1200, 150, 0), (1500, 4, 2)], {"depth_cutoff": 2}, [0, 0]),
+        # There is neither, and who is less urgent has both.
+        ([(1200, 150, 0), (400, 60, 2), (700, 4, 2)], {}, [1, 0, 0]),
+        # There is neither, and who is as urgent holds the memory.
+        ([(1700, 60, 2), (8, 50, 0), (600, 4, 2)], {}, [0, 0, 0]),
+    ],
+)
+def test_room_is_made_for_who_fits_then_and_for_nobody_else(two_rows, asked, policy, taken_out):
+    server, random, bodies = two_rows, Random(2), []
+    for length, tokens, priority in asked:
+        body = body_of([random.randrange(6, 2000) for _ in range(length)], policy, tokens)
         bodies.append(body | {"return_logprob": False, "priority": priority})
 
     def ask(body):
@@ -164,15 +180,16 @@ def test_nobody_makes_room_for_who_waits_for_a_long_prompt(start_server, tiny_mo
         engine = server.engine()
         return engine["waiting_requests"] + engine["open_accounts"]
 
+    server.flush()
+    ask(body_of(bodies[0]["input_ids"], policy, 1))  # the first has one chunk, and is no longer in chunks
     with ThreadPoolExecutor(len(bodies)) as pool:
-        with slowed(server, 0.1):
+        with slowed(server, 0.05):
             begun = []
             for body in bodies:
                 begun.append(pool.submit(ask, body))
                 wait_until(lambda: begun[-1].done() or came() == len(begun))
-            together = [begun[0].result()]
-            assert not begun[1].done() and not begun[2].done()
-        together += [each.result() for each in begun[1:]]
-    assert [each["meta_info"]["num_retractions"] for each in together] == [0, 0, 0]
+        together = [each.result() for each in begun]
+    assert [each["meta_info"]["num_retractions"] for each in together] == taken_out
+    server.flush()
     assert [each["output_ids"] for each in together] == [ask(body)["output_ids"] for body in bodies]
     assert server.engine()["open_accounts"] == 0
