@@ -128,7 +128,7 @@ class EmptyPool:
 
     def __init__(self, plan, size, pages, virtual_pages):
         self.page_size, self.virtual_pages, self.plan_of = size, virtual_pages, lambda _: plan
-        self.memory = SimpleNamespace(pool=SimpleNamespace(total=pages, free=pages), spans=plan.spans)
+        self.memory = SimpleNamespace(pool=SimpleNamespace(total=pages, free=pages), spans=LAYERS // SPAN)
 
     def virtual_size(self):
         return self.virtual_pages * self.page_size
@@ -218,6 +218,41 @@ def test_the_longest_that_fits_is_the_longest_that_is_let_in(fields, prompt, siz
         for count, enough in ((int(needed), True), (int(needed) - 1, False)):
             other = pool_of(1 << 20, count) if names else pool_of(count, 1 << 20)
             assert (kv_schedule.refuse_what_never_fits(other, request) is None) == enough
+
+
+@given(
+    FIELDS,
+    LENGTHS,
+    LENGTHS,
+    st.sampled_from([None, 1, 2, 30, 400]),
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 600),
+    st.integers(2, 80),
+)
+@settings(max_examples=150)
+def test_a_prompt_is_cut_to_what_fits_beside_its_answer(
+    fields, prompt, longest, answer, size, pages, virtual
+):
+    """Of which as much counts as half of the pool. A token more would not fit."""
+    policy, answer_tokens = policy_of(fields), answer or 1
+
+    def fits(length):
+        plan = requests.plan_of(Request(policy, length, []), LAYERS, SPAN)
+        most = kv_schedule.most_tokens(EmptyPool(plan, size, pages, virtual), plan, length)
+        return length + 1 <= most and length + min(answer_tokens, most // 2) <= most
+
+    request = Request(policy, 0, [])
+    request.sampling_params.max_new_tokens = answer
+    request.origin_input_ids = list(range(prompt))
+    pool = EmptyPool(None, size, pages, virtual)
+    pool.plan_of = lambda asked: requests.plan_of(asked, LAYERS, SPAN)
+    kv_schedule.truncate(pool, request, longest)
+    kept, bound = len(request.origin_input_ids), min(prompt, longest)
+    assert request.origin_input_ids == list(range(kept))
+    if any(map(fits, range(1, bound + 1))):
+        assert kept <= bound and fits(kept) and (kept == bound or not fits(kept + 1))
+    else:
+        assert kept == prompt
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
