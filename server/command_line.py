@@ -291,7 +291,7 @@ def _draft(own: argparse.Namespace, engine: argparse.Namespace) -> str | None:
 
 def _missing(engine: argparse.Namespace, name: str) -> list[str]:
     """SGLang's flags for our defaults, where the operator said nothing else."""
-    result = ["--enable-metrics"]
+    result = ["--enable-metrics", "--enable-cache-report"]
     for flag, value in ENGINE_DEFAULTS.items():
         if getattr(engine, flag.removeprefix("--").replace("-", "_")) is None:
             result += [flag, value or name]
