@@ -44,6 +44,8 @@ from sglang.srt.function_call.qwen3_coder_detector import Qwen3CoderDetector
 from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 from sglang.srt.function_call.step3_detector import Step3Detector
 
+from fathom.server import unended_calls
+
 Increment = Callable[[Any, str, Any], StreamingParseResult]
 
 BLOCKS: dict[type[BaseFormatDetector], tuple[str, str]] = {
@@ -395,7 +397,8 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
     told = complete([*found, *more], {tool.function.name for tool in self.tools})
     calls = max(calls, told, key=len)
-    if calls or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
+    cut = unended_calls.begin(self, full_text) < len(full_text)
+    if calls or cut or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
         text = ((said or "") + rest).strip()
     for number, call in enumerate(calls):
         call.tool_index = number

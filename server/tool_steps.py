@@ -17,6 +17,8 @@ from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 
+from fathom.server import unended_calls
+
 MOST_STEPS = 1000
 """Of a parser in one event: more than any has tokens."""
 
@@ -27,13 +29,16 @@ _of_json = JsonArrayParser.parse_streaming_increment
 
 def of_a_piece(self: Any, chunk_text: str) -> tuple[str, list[Any]]:
     """All of SGLang's steps."""
+    vars(self).setdefault("pieces", []).append(chunk_text)
     text, calls = all_steps(self.detector, partial(_of_a_piece, self), chunk_text)
     return text, numbered(self, calls)
 
 
 def of_the_end(self: Any) -> tuple[str, list[Any]]:
-    """SGLang's, with numbers that go on."""
+    """SGLang's, with numbers that go on, and without the text of a call that has no end."""
     text, calls = step_or_text(self.detector, lambda _: _of_the_end(self), "")
+    if text and not getattr(self.detector, "has_given_up", False):
+        text = unended_calls.text_before(self, "".join(getattr(self, "pieces", [])), text)
     return text, numbered(self, calls)
 
 
@@ -90,6 +95,7 @@ def numbered(parser: Any, calls: list[Any]) -> list[Any]:
 
 
 PLACES: tuple[tuple[Any, str, Any], ...] = (
+    (FunctionCallParser, "has_tool_call", unended_calls.has_tool_call),
     (FunctionCallParser, "parse_stream_chunk", of_a_piece),
     (FunctionCallParser, "parse_stream_end", of_the_end),
     (JsonArrayParser, "parse_streaming_increment", of_json),
