@@ -21,6 +21,7 @@ several tokens.
 """
 
 import ast
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,7 @@ _mended = lfm2_detector._escape_nested_quotes_in_strings
 MOST_TRIED = 8_000_000
 """Characters that are read to mend a text in quotes: of code of 9,000 characters with 800 quotes, 0.4 s."""
 CALL = re.compile(r"\[\s*[A-Za-z_]\w*\(")
+OBJECT = re.compile(r"\{\s*(?:[\"']|\Z)")
 ALL = re.compile(".*", re.DOTALL)
 BRACKETS = re.compile(r"[\[\]]")
 OF_CALLS = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]]""", re.DOTALL)
@@ -83,6 +85,13 @@ def increment(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
             kept = self._ends_with_partial_token(text, self.bot_token)
             self._buffer = text[len(text) - kept :]
             return StreamingParseResult(normal_text=text[: len(text) - kept])
+    if self.current_tool_id > 0 and not self.current_tool_name_sent:
+        text = self._buffer + new_text
+        begin = text.lstrip(self.tool_call_separator + " \t\r\n")
+        if self.bot_token not in text and begin and not may_be_call(begin, self.bot_token):
+            kept = self._ends_with_partial_token(text, self.bot_token)
+            self._buffer = text[len(text) - kept :]
+            return StreamingParseResult(normal_text=text[: len(text) - kept])
     before, _, behind = (self._buffer + new_text).partition(self.bot_token)
     call = (behind or before).lstrip(self.tool_call_separator + " \t\r\n")
     # SGLang's leaves the buffer with other quotes.
@@ -91,6 +100,11 @@ def increment(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     found: StreamingParseResult = of(self, new_text, tools)
     self.said = getattr(self, "said", False) or bool((found.normal_text or "").strip())
     return found
+
+
+def may_be_call(begin: str, mark: str) -> bool:
+    """Whether what stands behind Llama's calls may be a further one: a dictionary, or behind a mark."""
+    return bool(OBJECT.match(begin)) or mark.startswith(begin)
 
 
 def with_blank(self: Any, text: str) -> str:
@@ -105,6 +119,17 @@ def with_blank(self: Any, text: str) -> str:
 def of_whole_mistral(self: Any, text: str, tools: Any) -> StreamingParseResult:
     """SGLang's for a Mistral's answer that is not streamed."""
     return _whole_mistrals(self, with_blank(self, text), tools)
+
+
+def without_unknown(self: Any, text: str, tools: Any) -> str:
+    """A text without the calls, in Mistral's compact form, that it begins with and no tool has the name of."""
+    names = self._get_tool_indices(tools)
+    while text.startswith(self._tool_calls_marker):
+        call = self._try_parse_compact_args_format(text)
+        if call is None or call[0] in names:
+            break
+        text = text[call[2] :]
+    return text
 
 
 def of_mistral(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
@@ -134,6 +159,9 @@ def of_mistral(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     compact = "[ARGS" in self._buffer and self.bot_token not in text
     if compact and waits(self, new_text, "]}"):
         return StreamingParseResult()
+    if (known := without_unknown(self, text, tools)) != text:
+        self._buffer = ""
+        return of_mistral(self, known, tools)
     calls, array = self.current_tool_id, text.startswith(self.bot_token)
     found = whole_or_nothing(self, _mistrals, new_text, tools)
     self.within_array = array and self.current_tool_id > max(calls, 0)
@@ -227,10 +255,25 @@ def read(text: str, flags: Allow) -> tuple[Any, int]:
                 for mode in ("trailing-strings", "on")
             )
         except ValueError:
-            return _read(text, flags)
+            return read_begin(text, flags)
         if found != without:
             return found, len(text)
-    return _read(text, flags)
+    return read_begin(text, flags)
+
+
+def read_begin(text: str, flags: Allow) -> tuple[Any, int]:
+    """SGLang's, also of a value that has its end before what is no JSON."""
+    try:
+        return _read(text, flags)
+    except ValueError:
+        begin = len(text) - len(text.lstrip())
+        try:
+            found, end = json.JSONDecoder().raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            return found, end
+        raise
 
 
 def common_prefix(one: str, other: str) -> str:

@@ -37,9 +37,11 @@ from sglang.srt.function_call.internlm_detector import InternlmDetector
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 from sglang.srt.function_call.kimik3_detector import KimiK3Detector
 from sglang.srt.function_call.ling3_detector import Ling3Detector
+from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.mimo_detector import MiMoDetector
 from sglang.srt.function_call.minicpm5_detector import MiniCPM5Detector
 from sglang.srt.function_call.minimax_m2 import MinimaxM2Detector
+from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.qwen3_coder_detector import Qwen3CoderDetector
 from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 from sglang.srt.function_call.step3_detector import Step3Detector
@@ -378,6 +380,10 @@ def goes_on(self: Any, rest: str) -> bool:
     if getattr(self, "is_inside_tool_call", self.current_tool_name_sent):  # the former where a parser has it
         return True
     begin = rest.lstrip()
+    if isinstance(self, Llama32Detector):
+        return not begin.strip(self.tool_call_separator + " \t\r\n")
+    if isinstance(self, MistralDetector):
+        return self.within_array or self._tool_calls_marker in rest
     further = begin.startswith(("{", "[", *filter(None, [self.tool_call_separator.strip()])))
     return further or any(mark and mark in rest for mark in (self.bot_token, self.eot_token))
 

@@ -151,6 +151,15 @@ def test_a_call_of_a_tool_that_there_is_not_is_left_out(parser):
         assert streamed(parser, pieces) == whole(parser, text) == (["a", "b", "c"], CALLS[1:]), pieces
 
 
+def test_a_compact_call_of_a_tool_that_there_is_not_is_left_out():
+    none, gun = '[TOOL_CALLS]none[ARGS]{"a": "]}"}', '[TOOL_CALLS]gun[ARGS]{"a": "z"}'
+    text = "Well: " + none + none + gun + none + " Done."
+    for pieces in cut(text):
+        assert streamed("mistral", pieces) == whole("mistral", text) == (["Well:", "Done."], CALLS[1:]), (
+            pieces
+        )
+
+
 @pytest.mark.parametrize("wrong", ['{"a": 1,}', '{"a" 1}', '{"a": 1', "{'a': 1}"])
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "trinity"])
 def test_a_malformed_call_takes_nothing_with_it(parser, wrong):
@@ -251,7 +260,9 @@ def test_nothing_of_a_section_without_an_end_is_text(parser):
             assert "".join(said or "" for said, _ in told).split() == ["Well:"], text[:end]
 
 
-@pytest.mark.parametrize("behind", [" [1] Done.", " 1 Done.", ' "x" Done.'])
+@pytest.mark.parametrize(
+    "behind", [" [1] Done.", " 1 Done.", ' "x" Done.', " a [", " {x} is", " ; a", " { x", ' Done; {"a": 1}']
+)
 @pytest.mark.parametrize("parser", ["llama3", "mistral", "qwen25", "cohere_command4"])
 def test_a_text_behind_calls_that_begins_as_json_is_text(parser, behind):
     text = FORMS[parser]("Well: ", "", behind)
