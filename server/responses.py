@@ -78,7 +78,12 @@ def with_items(given: list[Any], stored: Iterable[Any]) -> list[Any]:
 
 
 def _is_reference(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == "item_reference" and "id" in item
+    """Whether an item is no more than an id: its type may be left out, as in OpenAI's API."""
+    if not isinstance(item, dict) or "id" not in item:
+        return False
+    return item.get("type") == "item_reference" or (
+        item.get("type") is None and item.keys() <= {"id", "type"}
+    )
 
 
 def install() -> None:

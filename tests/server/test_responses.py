@@ -135,8 +135,11 @@ def test_a_conversation_goes_on_though_the_response_before_was_let_go(installed)
         serving._response_input_history(request.model_copy(update={"request_id": "resp_c"}))
 
 
+@pytest.mark.parametrize(
+    "form", [{"type": "item_reference"}, {"type": None}, {}], ids=["type", "null", "none"]
+)
 @pytest.mark.parametrize("kept", [True, False])
-def test_items_of_stored_responses_can_be_named_by_their_ids(installed, kept):
+def test_items_of_stored_responses_can_be_named_by_their_ids(installed, kept, form):
     """As the AI SDK does with all turns but the newest."""
     said = {"role": "user", "content": "one"}
     told = ResponseOutputMessage(
@@ -146,9 +149,7 @@ def test_items_of_stored_responses_can_be_named_by_their_ids(installed, kept):
         status="completed",
         type="message",
     )
-    request = ResponsesRequest(
-        input=[said, {"type": "item_reference", "id": "msg_1"}, said | {"content": "two"}], model="m"
-    )
+    request = ResponsesRequest(input=[said, form | {"id": "msg_1"}, said | {"content": "two"}], model="m")
     serving = OpenAIServingResponses()
     serving.enable_response_store, refusals = kept, []
     serving.create_error_response = lambda message, param: refusals.append((message, param))
