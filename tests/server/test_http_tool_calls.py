@@ -10,7 +10,7 @@ torchvision_ops.declare()
 
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments  # noqa: E402
 
-from fathom.server.tool_calls import without_halves  # noqa: E402
+from fathom.server.tool_calls import whole_calls, without_halves  # noqa: E402
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PARAMETERS = {"type": "object", "properties": {"box": {"enum": ["red", "blue"]}}, "required": ["box"]}
@@ -137,6 +137,42 @@ def test_a_call_that_is_cut_off_is_not_completed(request, served, route):
 
 
 HALVES = ("", '{"box": "bl', "3", "[]")
+
+
+@pytest.mark.parametrize("choice", ["required", "look"])
+@pytest.mark.parametrize("route", [CHAT, "/v1/responses"])
+def test_a_demanded_call_that_is_cut_off_is_no_text(compact, route, choice):
+    """Wherever in its JSON the limit falls."""
+    body = {"model": compact.client.get("/v1/models").json()["data"][0]["id"], "temperature": 0}
+    body["parallel_tool_calls"] = False
+    if route == CHAT:
+        body |= {"messages": TURN, "tools": CHAT_TOOLS, "tool_choice": NAMED if choice == "look" else choice}
+    else:
+        named = {"type": "function", "name": "look"}
+        body |= {"input": TURN, "tools": [FUNCTION | {"type": "function"}], "store": False}
+        body["tool_choice"] = named if choice == "look" else choice
+    told = []
+    for limit in range(1, 80, 6):
+        bound = {"max_tokens": limit} if route == CHAT else {"max_output_tokens": limit}
+        answer = compact.client.post(route, json=body | bound).json()
+        if route == CHAT:
+            message = answer["choices"][0]["message"]
+            assert not message["content"], message
+            calls = [call["function"] for call in message["tool_calls"] or ()]
+        else:
+            assert not any(item["type"] == "message" for item in answer["output"]), answer["output"]
+            calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        told.append([json.loads(call["arguments"]) for call in calls])
+    assert told[0] == [] and told[-1][0]["box"] in ("red", "blue")
+
+
+def test_of_demanded_calls_that_an_answer_ends_within_the_whole_ones_are_told():
+    calls = [{"name": "look", "parameters": {"box": "a [1], {"}}, {"name": "look", "parameters": {}}]
+    text = json.dumps(calls)
+    for end in range(1, len(text)):
+        found = whole_calls(text[:end])
+        assert found == calls[: len(found)] and len(found) >= (end > text.index("}}") + 1)
+    assert whole_calls("[1] says that") is None and whole_calls("Hm.") is None
 
 
 def test_a_chat_goes_on_after_a_call_that_was_cut_off(compact):
