@@ -29,9 +29,13 @@ MARKS: dict[type, tuple[str, str]] = {
     Apertus2509Detector: (r"<\|tools_prefix\|>", r"<\|tools_suffix\|>"),
     GptOssDetector: (
         r"<\|start\|>|<\|channel\|>",
-        r"<\|(?:call|end|return)\|>|<\|channel\|>(?:final|commentary)<\|message\|>(?=\s*\S)",
+        r"<\|(?:call|end|return)\|>"
+        r"|<\|channel\|>(?:final|commentary)(?:\s*<\|constrain\|>\w+)?<\|message\|>(?=\s*\S)",
     ),
-    InklingDetector: (r"<\|message_model\|>|<\|content_invoke_tool_\w+\|>", r"<\|end_message\|>"),
+    InklingDetector: (
+        r"<\|message_model\|>|<\|content_invoke_tool_\w+\|>",
+        r"<\|end_message\|>|<\|content_text\|>",
+    ),
     InternlmDetector: (r"<\|action_start\|>", r"<\|action_end\|>"),
     KimiK3Detector: (r"<\|(?:open|close)\|>", r"<\|sep\|>"),
     MiniCPM5Detector: (r"<function\s", "</function>"),

@@ -309,3 +309,18 @@ def half_or_none(told, said):
     )
     rest = told[same:]
     return not rest or re.fullmatch(r"(<[/|]?|\]<?|\[)[^<>{(]*|\[\w+\(\w*", rest)
+
+
+@pytest.mark.parametrize(
+    ("parser", "head"),
+    [
+        ("gpt-oss", "<|start|>assistant<|channel|>final<|message|>"),
+        ("gpt-oss", "<|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+        ("inkling", "<|message_model|><|content_text|>"),
+        ("kimi_k3", "<|open|>response<|sep|>"),
+        ("muse", "<|start|>assistant to=user<|message|>"),
+    ],
+)
+def test_a_text_that_is_a_message_is_told_to_its_end(parser, head):
+    for pieces in cut(head + "if x[0] <"):
+        assert streamed(parser, pieces) == (["if", "x[0]", "<"], []), pieces
