@@ -1,14 +1,20 @@
 """What admission may say of a step, reckoned from docs/depth-pages.md: in pages, by a ledger of the step's own."""
 
 from kv_walk import LAYERS
+from sglang.srt.managers import schedule_policy
 
 from fathom.runtime.kv.memory import pages_taken
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.sglang_host import requests
 
 
+def expected(tokens):
+    """Of an answer: SGLang reckons with no more than these."""
+    return min(tokens, schedule_policy.CLIP_MAX_NEW_TOKENS)
+
+
 def answer_left(req):
-    return req.sampling_params.max_new_tokens - len(req.output_ids)
+    return expected(req.sampling_params.max_new_tokens - len(req.output_ids))
 
 
 def path_of(req):
@@ -32,12 +38,12 @@ class Ledger:
         if engine.mixed and decoding:
             held = [(req.kv.req_pool_idx, req.kv.kv_allocated_len) for req in decoding]
             self.decode_pages = engine.allocator.decode_pages(*zip(*held, strict=True))
-        expected = sum(map(answer_left, running)) * ratio
-        self.memory = counted + expected + max(self.dense(self.decode_pages) - len(decoding), 0)
+        answers = sum(map(answer_left, running)) * ratio
+        self.memory = counted + answers + max(self.dense(self.decode_pages) - len(decoding), 0)
         full = sum(req.kv.kv_allocated_len % engine.size == 0 for req in decoding) if engine.mixed else 0
-        self.slots = expected + max(counted, counted - len(decoding) + full * engine.size)
+        self.slots = answers + max(counted, counted - len(decoding) + full * engine.size)
         self.new, self.chunk, self.states, self.ratio = [], None, 0, ratio
-        self.parked, self.in_chunks, self.full = False, False, False
+        self.parked, self.in_chunks, self.full, self.states_at_once = False, False, False, False
 
     def dense(self, pages):
         """Pages in tokens at all depths, of which a part counts as one."""
@@ -77,7 +83,8 @@ class Ledger:
     def charge(self, req, begin, end):
         """A page to spare each; the whole answer once the prompt is complete."""
         size, new = self.engine.size, pages_of(end - begin, self.engine.size) * self.engine.size
-        more = size + (req.sampling_params.max_new_tokens if end == len(req.full_untruncated_fill_ids) else 0)
+        answer = req.sampling_params.max_new_tokens if end == len(req.full_untruncated_fill_ids) else 0
+        more = size + expected(answer)
         saved = (pages_of(end, size) - pages_of(begin, size)) * size - self.dense(self.taken(req, begin, end))
         self.memory += new + more - saved
         self.slots += new + more
@@ -94,6 +101,7 @@ class Ledger:
             return False, states
         if states and self.states and self.states + states > requests.LAYOUT.propagation_buffer:
             self.engine.seen["states"] += 1
+            self.engine.seen["states at once"] += self.states_at_once and at_once
             return False, states
         return True, states
 
@@ -114,12 +122,16 @@ class Ledger:
         new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         return self.room_for(req) - new - answer_left(req) - self.engine.size
 
-    def held(self, running, req):
-        """Pages that a running request holds, and that neither others nor what a waiting one found hold too."""
+    def held(self, taken, req):
+        """Pages that running requests hold, and that neither others nor what a waiting one found hold too."""
         engine = self.engine
-        others = {node for each in [*engine.running, req] if each is not running for node in path_of(each)}
-        shared = sum(len(node.key) for node in path_of(running) if node in others) // engine.size
-        return engine.allocator.held_pages([running])[0] - engine.depths[running.extra_key] * shared
+        others = {node for each in [*engine.running, req] if each not in taken for node in path_of(each)}
+        pages, seen = sum(engine.allocator.held_pages(list(taken))), others
+        for each in taken:
+            twice = sum(len(node.key) for node in path_of(each) if node in seen)
+            pages -= engine.depths[each.extra_key] * twice // engine.size
+            seen = seen.union(path_of(each))
+        return pages
 
     def taken_out(self, req, threshold):
         """Whom a waiting request takes out for its row: no more than make room for it, the least urgent first."""
@@ -129,15 +141,15 @@ class Ledger:
         for each in sorted(self.decoding, key=lambda each: each.priority):
             if req.priority - each.priority <= threshold or (found and missing <= 0):
                 break
+            more = self.held(found | {each}, req) - self.held(found, req)
             found.add(each)
-            missing -= answer_left(each) * self.ratio
-            missing -= self.held(each, req) // LAYERS * self.engine.size
+            missing -= answer_left(each) * self.ratio + more // LAYERS * self.engine.size
         return found if missing <= 0 else set()
 
     def give_up(self, taken):
         """Running requests were taken out."""
-        expected = sum(map(answer_left, taken)) * self.ratio
-        self.memory, self.slots = self.memory - expected, self.slots - expected
+        answers = sum(map(answer_left, taken)) * self.ratio
+        self.memory, self.slots = self.memory - answers, self.slots - answers
         self.decoding = [req for req in self.decoding if req not in taken]
 
     def next_prompt(self, req):
@@ -155,6 +167,7 @@ class Ledger:
         if not at_once and (end := (begin + self.chunk // size * size) // size * size) <= begin:
             return 0
         self.states += states
+        self.states_at_once |= bool(states and at_once)
         self.in_chunks |= not at_once
         self.charge(req, begin, end)
         return end - begin

@@ -45,7 +45,7 @@ class Engine:
     """The product's bookkeeping, and beside it what each virtual slot holds: the tokens that its KV was computed
     of, and where not all of them were in sight, of whose answer it is."""
 
-    policies, rows, pools, factors = POLICIES, 5, (80, 160), (1, 2, 4)
+    policies, rows, pools, factors, begins = POLICIES, 5, (80, 160), (1, 2, 4), (6, 17, 24, 40, 64)
 
     def __init__(self, draw, size, patch):
         layout = {
@@ -77,9 +77,7 @@ class Engine:
     def request(self):
         draw = self.draw
         policy = choose(draw.choice(self.policies), limits=Limits(LAYERS, 1, {}, TSP)).policy
-        prompt = array("q", [draw.randrange(2) for _ in range(draw.randint(1, 24))])
-        if draw.random() < 0.5:  # long prompts that begin alike
-            prompt = array("q", [1] * draw.choice([6, 17, 24, 40, 64])) + prompt[:2]
+        prompt = self.prompt()
         sampling = SamplingParams(max_new_tokens=9, custom_params={POLICY_KEY: policy.to_wire()})
         made = Req(str(draw.random()), "", prompt, sampling, extra_key=cache_key("", policy))
         made.priority = draw.randrange(3)
@@ -87,6 +85,13 @@ class Engine:
         depth = self.allocator.plan_of(made).shared_spans
         assert self.depths.setdefault(made.extra_key, depth) == depth
         return made
+
+    def prompt(self):
+        draw = self.draw
+        prompt = array("q", [draw.randrange(2) for _ in range(draw.randint(1, 24))])
+        if draw.random() < 0.5:  # long prompts that begin alike
+            prompt = array("q", [1] * draw.choice(self.begins)) + prompt[:2]
+        return prompt
 
     def slots(self, req, end=None):
         end = req.kv.kv_allocated_len if end is None else end
@@ -210,7 +215,8 @@ class Engine:
             self.tree.cache_unfinished_req(req, chunked=not done)
             if done or self.dropped(req):
                 self.handed_over.add(req)
-            node = self.found(req, end)[1]
+            left = min(end, len(req.origin_input_ids)) if self.dropped(req) else end
+            node = self.found(req, left)[1]
             while node.parent is not None:
                 assert node.priority >= req.priority
                 node = node.parent

@@ -4,17 +4,16 @@ All of it runs while a batch is composed; a forward only reads the tables.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from sglang.srt.managers import schedule_batch, utils
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 from sglang.srt.mem_cache import allocation
 
 from fathom.runtime.kv.memory import Growth, pages_held, pages_taken
@@ -166,7 +165,8 @@ class DepthPrefillAdder(PrefillAdder):
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
     _judged: Req | None = None
-    _held: Mapping[Req, int] = MappingProxyType({})  # by those who may be taken out
+    _held: dict[Req, int] | None = None  # by those who may be taken out, in turn; None where nobody may be
+    _locks: dict[Any, int]  # of nodes of the cache, less those of these requests
     _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
     @property
@@ -253,31 +253,38 @@ class DepthPrefillAdder(PrefillAdder):
         req.init_next_round_input(self.tree_cache)
         if self._has_to_wait(req, self._chunked):
             return False
-        before, spare = len(self.preempt_list), self.page_size + 1 - len(req.output_ids)
+        before, answer, most = len(self.preempt_list), req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS
+        left = min(max(answer - len(req.output_ids), 0), most)
+        spare = self.page_size + 1 + left - min(answer, most)
         self.rem_total_token_offset += spare
+        self._held, self._locks = {}, {}
         try:
             with self._lock_node(req.last_node):
-                self._held = {
-                    each: self._held_by(each) for each in self.running_batch.reqs if not each.finished()
-                }
                 return bool(self._judge(req, len(req.full_untruncated_fill_ids), super().preempt_to_schedule))
         finally:
             free_now = sum(self._held[each] for each in self.preempt_list[before:])
             self.rem_total_token_offset += free_now - spare
-            self._held = {}
+            self._held = None
 
     def _held_by(self, req: Req) -> int:
-        """Tokens at all depths that the pages hold which a running request leaves when it is taken out."""
+        """Tokens at all depths that the pages hold which a running request leaves when it is taken out, after all
+        that were asked about before it."""
         allocator, node, shared = self.token_to_kv_pool_allocator, req.last_node, 0
         while node is not None and node.parent is not None:
-            shared += len(node.key) if node.lock_ref > 1 else 0
+            self._locks[node] = self._locks.get(node, node.lock_ref) - 1
+            shared += len(node.key) if self._locks[node] else 0
             node = node.parent
         others = allocator.plan_of(req).shared_spans * (shared // self.page_size)
         return allocator.dense_size(allocator.held_pages([req])[0] - others)
 
     def _get_running_request_total_token_offset(self, req: Req) -> float:
         """SGLang's: what a request may still take. Where it may be taken out, what it holds counts too."""
-        return super()._get_running_request_total_token_offset(req) + self._held.get(req, 0)
+        expected = super()._get_running_request_total_token_offset(req)
+        if self._held is None:
+            return expected
+        if req not in self._held:
+            self._held[req] = self._held_by(req)
+        return expected + self._held[req]
 
     def _has_to_wait(self, req: Req, has_chunked_req: bool) -> bool:
         """Whether a new request cannot be in this batch, however much room there is."""

@@ -37,6 +37,7 @@ class Admitting(Engine):
     """Every prompt comes by admission, beside running requests of which some are about to leave."""
 
     rows, pools, kinds, buffers, answers = 7, (40, 80, 120), KINDS, (40, LONGEST), (1, 3, 9, 20)
+    chunks = (4, 8, 16, 32)
     urgent = False  # whether who is more urgent takes others out
 
     def __init__(self, draw, size, patch):
@@ -186,10 +187,13 @@ class Admitting(Engine):
         pages = ledger.pages()
         expected = ledger.taken_out(req, adder.priority_scheduling_preemption_threshold)
         self.tree.dec_lock_ref(req.last_node)
-        held = sum(ledger.held(each, req) for each in expected)
+        held = ledger.held(expected, req)
+        self.seen["together"] += held > sum(ledger.held({each}, req) for each in expected)
         answer = ask()
         assert set(adder.preempt_list) - before == expected
-        assert ledger.pages() >= pages + held
+        self.tree.inc_lock_ref(req.last_node)
+        assert ledger.pages() == pages + held
+        self.tree.dec_lock_ref(req.last_node)
         ledger.give_up(expected)
         self.decoding = ledger.decoding
         return bool(expected), answer
@@ -206,7 +210,7 @@ class Admitting(Engine):
         ratio = given.get("ratio", draw.choice([0, 0.25, 1]))
         self.patch.setattr(short_prompts.OPTIONS, "share", draw.choice([0, 0.5]))
         chunked = next(iter(self.in_chunks()), None)
-        chunks = [4, 8, 16, 32] if chunked or self.mixed else [None, 4, 8, 16, 32]
+        chunks = self.chunks if chunked or self.mixed else [None, *self.chunks]
         chunk = given.get("chunk", draw.choice(chunks))
         ledger = Ledger(self, running, self.decoding, ratio)
         adder = self.adder(running, chunk, ratio, queue)
@@ -226,7 +230,7 @@ class Admitting(Engine):
             if result != AddReqResult.CONTINUE:
                 self.waiting += [each for each in queue[place:] if each not in adder.can_run_list]
                 break
-        self.waiting += adder.preempt_list
+        self.waiting += sorted(adder.preempt_list, key=lambda req: req.rid)  # SGLang has them in no order
         mixed = self.mixed and self.decoding
         if self.compute_admitted(adder):
             self.seen["mixed" if mixed else "alone"] += 1
@@ -269,6 +273,15 @@ class FewStates(Admitting):
     buffers = (24, 30, 40)
 
 
+class Judged(FewStates):
+    """Also from what a draft has chosen, of prompts that are computed at once."""
+
+    kinds = tuple(
+        {"tsp_rate": rate, "prefill_keep_rate": 0.5, "min_prompt_tokens": 12} for rate in (0.2, 0.3, 0.5)
+    )
+    buffers, begins, pools, chunks = (66,), (40, 40, 64), (160, 240), (16, 64, 128)
+
+
 class FewRows(Admitting):
     """Long answers."""
 
@@ -278,15 +291,33 @@ class FewRows(Admitting):
 class Urgent(Admitting):
     """Rows are what is missing, and some take others'."""
 
-    rows, urgent, pools = 3, True, (80, 120, 200)
+    rows, urgent, pools, clips = 3, True, (80, 120, 200), (1 << 12,)
+
+    def __init__(self, draw, size, patch):
+        super().__init__(draw, size, patch)
+        clip = draw.choice(self.clips)
+        for module in (kv_schedule, schedule_policy):
+            patch.setattr(module, "CLIP_MAX_NEW_TOKENS", clip)
+
+
+class UrgentAlike(Urgent):
+    """Many read the same long text, and of some answers only the begin is reckoned with."""
+
+    rows, begins, clips, answers = 4, (24, 40), (4, 1 << 12), (9, 20, 40)
+
+    def __init__(self, draw, size, patch):
+        super().__init__(draw, size, patch)
+        self.policies = self.policies[:1]
 
 
 MET = {"let in", "held back", "chunk", "parked", "alone", "mixed"}
 WALKS = {
     Admitting: (16, MET),
     FewStates: (8, MET | {"states"}),
+    Judged: (8, MET - {"parked"} | {"states at once"}),
     FewRows: (8, MET - {"parked"} | {"rows"}),
     Urgent: (10, MET - {"parked"} | {"for a row", "for memory", "stays", "gave way"}),
+    UrgentAlike: (12, {"for a row", "for memory", "together"}),
 }
 
 

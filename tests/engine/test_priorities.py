@@ -161,14 +161,17 @@ def two_rows(start_server, tiny_model):
         ([(1200, 150, 0), (1500, 4, 2)], {"depth_cutoff": 2}, [0, 0]),
         # There is neither, and who is less urgent has both.
         ([(1200, 150, 0), (400, 60, 2), (700, 4, 2)], {}, [1, 0, 0]),
+        # Two read the same text, of which each alone would leave nothing.
+        ([(1200, 150, 0), (1200, 150, 0), (900, 4, 2)], {}, [1, 1, 0]),
         # There is neither, and who is as urgent holds the memory.
         ([(1700, 60, 2), (8, 50, 0), (600, 4, 2)], {}, [0, 0, 0]),
     ],
 )
 def test_room_is_made_for_who_fits_then_and_for_nobody_else(two_rows, asked, policy, taken_out):
-    server, random, bodies = two_rows, Random(2), []
+    server, random, bodies, texts = two_rows, Random(2), [], {}
     for length, tokens, priority in asked:
-        body = body_of([random.randrange(6, 2000) for _ in range(length)], policy, tokens)
+        text = texts.setdefault(length, [random.randrange(6, 2000) for _ in range(length)])
+        body = body_of(text, policy, tokens)
         bodies.append(body | {"return_logprob": False, "priority": priority})
 
     def ask(body):
