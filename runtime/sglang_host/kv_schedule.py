@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from sglang.srt.beam_search.batch_tail import num_beam_member_rows
 from sglang.srt.managers import schedule_batch, utils
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
@@ -25,7 +26,7 @@ from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.kv_pool import LAYOUT
 from fathom.runtime.sglang_host.kv_tree import tree_of
 from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
-from fathom.runtime.sglang_host.short_prompts import Beside
+from fathom.runtime.sglang_host.short_prompts import Beside, outranks
 
 _alloc_for_extend = allocation.alloc_for_extend
 _alloc_for_decode = allocation.alloc_for_decode
@@ -225,8 +226,7 @@ class DepthPrefillAdder(PrefillAdder):
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
         if self._has_to_wait(req, has_chunked_req):
             return AddReqResult.OTHER
-        rows = sum(map(rows_to_take, [*self.can_run_list, req]))
-        if rows > self.tree_cache.req_to_token_pool.available_size():
+        if self._rows_missing(req) > 0:
             # SGLang has only the beams of requests in mind that run already.
             return AddReqResult.OTHER
         states = self._waiting_states(req)
@@ -238,6 +238,10 @@ class DepthPrefillAdder(PrefillAdder):
             added = self._judge(req, len(req.full_untruncated_fill_ids), add)
         self._states += states
         return added
+
+    def _rows_missing(self, req: Req) -> int:
+        taken = sum(map(rows_to_take, [*self.can_run_list, req]))
+        return taken - self.tree_cache.req_to_token_pool.available_size()
 
     def _makes_room(self, req: Req) -> bool:
         """Whether running requests were taken out for one that lacks room; SGLang has that for a row only."""
@@ -251,7 +255,9 @@ class DepthPrefillAdder(PrefillAdder):
         one takes at all depths, or with nothing where it looks at it for the first time.
         """
         req.init_next_round_input(self.tree_cache)
-        if self._has_to_wait(req, self._chunked):
+        less = [each for each in self.running_batch.reqs if not each.finished() and outranks(self, req, each)]
+        enough_rows = self._rows_missing(req) <= len(less) + num_beam_member_rows(less)
+        if not enough_rows or self._has_to_wait(req, self._chunked):
             return False
         before, answer, most = len(self.preempt_list), req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS
         left = min(max(answer - len(req.output_ids), 0), most)

@@ -281,12 +281,9 @@ KV_SEAMS: tuple[Seam, ...] = (
                 "whether these can take a step",
                 "selected_indices",
             ),
-            (
-                "managers.schedule_batch:ScheduleBatch._get_decode_retraction_order",
-                "who is taken back first",
-                "reqs",
-            ),
+            ("managers.schedule_batch:ScheduleBatch._get_decode_retraction_order", "who goes first", "reqs"),
             ("beam_search.batch_tail:beam_retraction_order", "beams stay", "sorted_indices reqs"),
+            ("beam_search.batch_tail:num_beam_member_rows", "rows that beams leave", "reqs"),
             (
                 "managers.scheduler_components.new_token_ratio_tracker:NewTokenRatioTracker"
                 ".estimate_new_token_ratio_after_retract",

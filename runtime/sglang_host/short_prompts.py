@@ -86,16 +86,20 @@ class Beside:
         scheduler, others = self.scheduler, self.scheduler.waiting_queue[beside : beside + 1]
         if not (scheduler.enable_priority_preemption and others):
             return False
-        more = others[0].priority - chunked.priority
-        if get_schedule().schedule_low_priority_values_first:
-            more = -more
-        urgent = more > adder.priority_scheduling_preemption_threshold
-        return urgent and self._may_join(others[0], _adapters(adder, chunked))
+        return outranks(adder, others[0], chunked) and self._may_join(others[0], _adapters(adder, chunked))
 
     def _may_join(self, request: Req, adapters: set[str | None]) -> bool:
         """Whether the batch has the request's adapter, and that takes others."""
         turns = self.scheduler.lora_drainer
         return request.lora_id in adapters and (turns is None or turns.can_schedule(request))
+
+
+def outranks(adder: PrefillAdder, request: Req, running: Req) -> bool:
+    """Whether a request is so much more urgent than a running one that it may take that one's place."""
+    more = request.priority - running.priority
+    if get_schedule().schedule_low_priority_values_first:
+        more = -more
+    return more > adder.priority_scheduling_preemption_threshold
 
 
 def _adapters(adder: PrefillAdder, chunked: Req) -> set[str | None]:

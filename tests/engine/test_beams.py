@@ -87,3 +87,19 @@ def test_taken_back(server, alone, by):
     assert found(answer) == alone
     assert answer["meta_info"]["num_retractions"] == 1
     wait_until(lambda: held(server) == 0)
+
+
+def test_takes_nobody_out_where_rows_are_missing_then(server, alone):
+    """One row is free, and of those that are held only one is somebody's who is less urgent."""
+    prompts = [prompt_of(seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        with slowed(server, 0.1):
+            others = []
+            for prompt, priority in zip(prompts, (0, 20, 20), strict=True):
+                others.append(pool.submit(ask, server, prompt, PLAIN, priority=priority))
+                wait_until(lambda: server.engine()["open_accounts"] == len(others))
+            search = ask(server, prompt_of(0), SEARCH, priority=20)
+        answers = [other.result() for other in others]
+    assert [answer["meta_info"]["num_retractions"] for answer in answers] == [0, 0, 0]
+    assert found(search) == alone
+    wait_until(lambda: held(server) == 0)
