@@ -233,8 +233,6 @@ class DepthPrefillAdder(PrefillAdder):
         add = partial(super().add_one_req, *args, has_chunked_req=has_chunked_req, **kwargs)
         added = self._judge(req, len(req.full_untruncated_fill_ids), add)
         if added == AddReqResult.NO_TOKEN and req not in self.can_run_list and self._makes_room(req):
-            req.init_next_round_input(self.tree_cache)
-            states = self._waiting_states(req)
             added = self._judge(req, len(req.full_untruncated_fill_ids), add)
         self._states += states
         return added

@@ -255,7 +255,9 @@ class Admitting(Engine):
             self.seen["for memory" if gave_way else "stays"] += 1
             expected = self.expected(ledger, req)
         else:
+            before = list(adder.preempt_list)
             result = ask()
+            assert adder.preempt_list == before
         assert (req in adder.can_run_list) == (expected > 0)
         self.seen["let in" if expected else "held back"] += 1
         if expected:
