@@ -104,8 +104,10 @@ def begin_of_json(answer: str, mark: str, names: str) -> int:
 
 def begin_of_list(answer: str, names: str) -> int:
     """As ``begin``, of a list of calls in Python."""
-    for opened in re.finditer(rf"\[\s*(?:{names})\(\s*\w+\s*=", answer):
-        if end_of_list(answer, opened.start()) < 0:
+    calls, at = re.compile(rf"\[\s*(?:{names})\(\s*\w+\s*="), 0
+    while opened := calls.search(answer, at):
+        at = end_of_list(answer, opened.start())
+        if at < 0:
             return opened.start()
     return len(answer)
 

@@ -119,6 +119,13 @@ def test_blanks_without_end_keep_nobody_waiting(parser):
             assert time.process_time() - begin < 2
 
 
+def test_lists_within_lists_of_calls_keep_nobody_waiting():
+    """A search that begins again within each takes ten seconds of these."""
+    begin = time.process_time()
+    whole("pythonic", "[fun(a=" * 6000 + ")]" * 6000)
+    assert time.process_time() - begin < 2
+
+
 @pytest.mark.parametrize(("bracket", "other"), [("[", ""), ('{"k":', ""), ("[", "]")])
 @pytest.mark.parametrize("parser", FORMS)
 def test_more_brackets_than_python_reads(parser, bracket, other):
