@@ -118,6 +118,61 @@ def once_it_listens(ask: Callable[[Any], None]) -> Callable[[Any], None]:
     return wait_and_ask
 
 
+def install(root_path: str) -> None:
+    """Put ours in the places of SGLang's that this process relies on, each of them in the seam ledger.
+
+    Args:
+        root_path: SGLang's ``--fastapi-root-path``.
+    """
+    from fathom.runtime.sglang_host import forking, redact
+    from fathom.server import (
+        aside,
+        chunks,
+        control,
+        detokenize,
+        glm_calls,
+        keys,
+        labels,
+        messages,
+        offsets,
+        ollama,
+        parsers,
+        request_log,
+        responses,
+        templates,
+        thoughts,
+        tool_arguments,
+        tool_blocks,
+        tool_calls,
+        tool_steps,
+        weight_versions,
+    )
+
+    protect.install()
+    templates.install()
+    aside.install()
+    keys.install(root_path)
+    redact.install()
+    request_log.install()
+    labels.install()
+    responses.install()
+    messages.install()
+    chunks.install()
+    offsets.install()
+    control.install()
+    tool_calls.install()
+    tool_steps.install()
+    tool_arguments.install()
+    glm_calls.install()
+    tool_blocks.install()
+    thoughts.install()
+    ollama.install()
+    parsers.install()
+    detokenize.install()
+    weight_versions.install()
+    forking.install()
+
+
 def launch(
     server_args: Any,
     face: Face,
@@ -137,32 +192,7 @@ def launch(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
-    from fathom.runtime.sglang_host import forking, redact
-    from fathom.server import (
-        aside,
-        children,
-        chunks,
-        control,
-        detokenize,
-        ending,
-        glm_calls,
-        keys,
-        labels,
-        messages,
-        offsets,
-        ollama,
-        parsers,
-        quiet,
-        request_log,
-        responses,
-        templates,
-        thoughts,
-        tool_arguments,
-        tool_blocks,
-        tool_calls,
-        tool_steps,
-        weight_versions,
-    )
+    from fathom.server import children, ending, quiet
     from fathom.server.drain import ServingTokenizerManager
 
     async def internal_states() -> list[dict[str, Any]]:
@@ -200,29 +230,7 @@ def launch(
         on_ready(http_server.get_global_state().scheduler_info)
 
     quiet.guard_log()
-    protect.install()
-    templates.install()
-    aside.install()
-    keys.install(server_args.fastapi_root_path)
-    redact.install()
-    request_log.install()
-    labels.install()
-    responses.install()
-    messages.install()
-    chunks.install()
-    offsets.install()
-    control.install()
-    tool_calls.install()
-    tool_steps.install()
-    tool_arguments.install()
-    glm_calls.install()
-    tool_blocks.install()
-    thoughts.install()
-    ollama.install()
-    parsers.install()
-    detokenize.install()
-    weight_versions.install()
-    forking.install()
+    install(server_args.fastapi_root_path)
     configure(http_server.app, face, gate, internal_states, look, server_args.served_model_name or "")
     watch_start(
         http_server.app, ready.is_set, partial(ending.on_early_end, server_args.host, server_args.port)

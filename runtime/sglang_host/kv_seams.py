@@ -334,7 +334,7 @@ KV_SEAMS: tuple[Seam, ...] = (
         "req",
         reads_attributes(
             "priority priority_scheduling_preemption_threshold rem_total_tokens rem_total_token_offset "
-            "preempt_list _get_running_request_total_token_offset"
+            "preempt_list _get_running_request_total_token_offset CLIP_MAX_NEW_TOKENS"
         ),
     ),
     relies_on(

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -151,11 +152,63 @@ def two_rows(start_server, tiny_model):
     return start_server(tiny_model, *FLAGS, *flags)
 
 
+def bodies_of(asked, policy):
+    """Of (prompt tokens, output tokens, priority); prompts of a length are the same text."""
+    random, texts, bodies = Random(2), {}, []
+    for length, tokens, priority in asked:
+        text = texts.setdefault(length, [random.randrange(6, 2000) for _ in range(length)])
+        bodies.append(body_of(text, policy, tokens) | {"return_logprob": False, "priority": priority})
+    return bodies
+
+
+def answer_of(server, body):
+    reply = server.client.post("/generate", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@contextmanager
+def in_turn(server, bodies, pace):
+    """Answers to come, each asked for when the request before has come in; when the last has, none of those
+    before it has ended.
+    """
+
+    def came():
+        engine = server.engine()
+        return engine["waiting_requests"] + engine["open_accounts"]
+
+    with ThreadPoolExecutor(len(bodies)) as pool, slowed(server, pace):
+        begun = []
+        for body in bodies:
+            begun.append(pool.submit(answer_of, server, body))
+            wait_until(lambda: begun[-1].done() or came() == len(begun))
+        assert not any(each.done() for each in begun[:-1])
+        yield begun
+
+
+def told(begun, server, bodies):
+    """How often each was taken out; its tokens are those of the request alone."""
+    together = [each.result() for each in begun]
+    server.flush()
+    alone = [answer_of(server, body)["output_ids"] for body in bodies]
+    assert [each["output_ids"] for each in together] == alone
+    assert server.engine()["open_accounts"] == 0
+    return [each["meta_info"]["num_retractions"] for each in together]
+
+
+def test_nobody_makes_room_for_who_waits_for_a_long_prompt(two_rows):
+    """Both rows are taken, one by a prompt in chunks: an urgent request that comes has to wait for its last one."""
+    bodies = bodies_of([(4, 20, 0), (400, 4, 2), (30, 4, 2)], {})
+    two_rows.flush()
+    with in_turn(two_rows, bodies, 0.1) as begun:
+        begun[0].result()
+        assert not begun[1].done() and not begun[2].done()
+    assert told(begun, two_rows, bodies) == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("asked", "policy", "taken_out"),
     [
-        # Both rows are taken, one by a prompt in chunks: an urgent request has to wait for its last one.
-        ([(4, 20, 0), (400, 4, 2), (30, 4, 2)], {}, [0, 0, 0]),
         # There is a row, and the less urgent one holds the memory.
         ([(1200, 150, 0), (900, 4, 2)], {}, [1, 0]),
         ([(1200, 150, 0), (1500, 4, 2)], {"depth_cutoff": 2}, [0, 0]),
@@ -168,31 +221,9 @@ def two_rows(start_server, tiny_model):
     ],
 )
 def test_room_is_made_for_who_fits_then_and_for_nobody_else(two_rows, asked, policy, taken_out):
-    server, random, bodies, texts = two_rows, Random(2), [], {}
-    for length, tokens, priority in asked:
-        text = texts.setdefault(length, [random.randrange(6, 2000) for _ in range(length)])
-        body = body_of(text, policy, tokens)
-        bodies.append(body | {"return_logprob": False, "priority": priority})
-
-    def ask(body):
-        reply = server.client.post("/generate", json=body, timeout=60)
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-    def came():
-        engine = server.engine()
-        return engine["waiting_requests"] + engine["open_accounts"]
-
-    server.flush()
-    ask(body_of(bodies[0]["input_ids"], policy, 1))  # the first has one chunk, and is no longer in chunks
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        with slowed(server, 0.05):
-            begun = []
-            for body in bodies:
-                begun.append(pool.submit(ask, body))
-                wait_until(lambda: begun[-1].done() or came() == len(begun))
-        together = [each.result() for each in begun]
-    assert [each["meta_info"]["num_retractions"] for each in together] == taken_out
-    server.flush()
-    assert [each["output_ids"] for each in together] == [ask(body)["output_ids"] for body in bodies]
-    assert server.engine()["open_accounts"] == 0
+    bodies = bodies_of(asked, policy)
+    two_rows.flush()
+    answer_of(two_rows, body_of(bodies[0]["input_ids"], policy, 1))  # the first is no longer in chunks
+    with in_turn(two_rows, bodies, 0.05) as begun:
+        pass
+    assert told(begun, two_rows, bodies) == taken_out

@@ -1,5 +1,6 @@
 """The seam ledger against the pinned SGLang, and what happens when a seam breaks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,12 +15,21 @@ from fathom.benchmarks.servers import free_port
 from fathom.runtime.sglang_host import forking, seams
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform
 
+TESTS = Path(__file__).resolve().parents[1]
+
 
 @pytest.mark.parametrize("seam", seams.LEDGER, ids=lambda seam: seam.target.split(":")[-1])
 def test_row_resolves(seam):
     seams.check(seam)
     assert set(seam.roles) <= set(seams.ROLES)
     assert seam.why
+
+
+def test_every_place_that_the_server_takes_has_a_row():
+    run = subprocess.run([sys.executable, TESTS / "replaced.py"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    taken, without = json.loads(run.stdout.splitlines()[-1])
+    assert taken > 50 and without == []
 
 
 def test_every_role_has_rows():

@@ -68,6 +68,8 @@ def test_legal_values_survive_the_wire(request_object):
         policy = parse(request_object, Policy(), LIMITS)
         wire = json.loads(json.dumps(policy.to_wire()))
         assert Policy(**wire) == policy
+        flat = [each for value in wire.values() for each in (value if isinstance(value, list) else [value])]
+        assert all(isinstance(value, str | int | float | bool) for value in flat)
         hash(tuple(policy.to_wire().items()))  # the engine keeps plans by it
         assert parse({k: v for k, v in wire.items() if k != "preset"}, Policy(), LIMITS) == policy
 
