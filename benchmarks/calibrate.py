@@ -16,9 +16,9 @@ from fathom.benchmarks.args import result_file
 from fathom.benchmarks.progress import progress
 from fathom.runtime import quantization
 from fathom.runtime.plan import PlanError, choose_span
-from fathom.server.checks import FAILURE, StartError, check_model, demo_model, one_line
-from fathom.server.picture import can_draw_png
-from fathom.server.profile import Profile
+from fathom.server.command.checks import FAILURE, StartError, check_model, demo_model, one_line
+from fathom.server.command.profile import Profile
+from fathom.server.page.picture import can_draw_png
 from fathom.server.units import token_count
 
 DEFAULT_MAX_SHARE = 0.5
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
         SystemExit: from the parser.
     """
     options = parser().parse_args(argv)
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
 
     torchvision_ops.declare()  # transformers imports torchvision too
     model = options.model_path or str(demo_model())

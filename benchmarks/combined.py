@@ -12,7 +12,7 @@ from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.fidelity_report import ALL_TASKS
 from fathom.benchmarks.stats import percentile
 from fathom.benchmarks.variants import DENSE
-from fathom.server.picture import can_draw_png
+from fathom.server.page.picture import can_draw_png
 
 RATIOS = ("ttft", "tpot", "e2e")
 

@@ -3,7 +3,7 @@
 import sys
 
 from fathom.benchmarks.client import BenchError
-from fathom.server.checks import StartError
+from fathom.server.command.checks import StartError
 
 FAILURES = (BenchError, StartError, ValueError, OSError)  # a folder that cannot be written, for one
 

@@ -27,7 +27,7 @@ from fathom.benchmarks.progress import progress
 from fathom.benchmarks.usage import Sampler
 from fathom.benchmarks.variants import FATHOM, Place, Variant, with_flags
 from fathom.demo.corpus import Sample, eval_samples, prompt_ids
-from fathom.server.checks import demo_model, one_line
+from fathom.server.command.checks import demo_model, one_line
 
 SCHEMA = 2
 ANSWER_SLACK = 8
@@ -42,7 +42,7 @@ Questions = dict[Cell, list[Item]]
 
 def load_tokenizer(model: str):
     """The checkpoint's own tokenizer. ValueError when it has no chat template."""
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
 
     torchvision_ops.declare()
     from transformers import AutoTokenizer

@@ -12,7 +12,7 @@ from fathom.benchmarks import fidelity_report, plot_fidelity, plot_grids, report
 from fathom.benchmarks.fidelity_args import Cell
 from fathom.benchmarks.fidelity_grids import GRIDS
 from fathom.benchmarks.fidelity_report import Results, Row, Scored
-from fathom.server.picture import can_draw_png
+from fathom.server.page.picture import can_draw_png
 
 COLUMNS = (
     *(

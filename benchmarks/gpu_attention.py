@@ -137,7 +137,7 @@ def flashinfer_extend(s: Setting, chunk: int = CHUNK, gathered: bool = False) ->
     Raises:
         NotImplementedError: for what the engine gives to Triton, with the reason.
     """
-    from fathom.runtime.sglang_host.flashinfer_prefill import FlashInferPrefill, why_not
+    from fathom.runtime.sglang_host.attention.flashinfer_prefill import FlashInferPrefill, why_not
 
     reason = why_not(s.held, s.dtype, s.heads, s.kv_heads, s.head_dim, s.value_dim, s.device)
     if reason:

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fathom.runtime.sglang_host import options, torchvision_ops
+from fathom.runtime.sglang_host import options
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()  # spawned processes import this module first
 
@@ -462,10 +463,8 @@ def main(argv: Sequence[str]) -> int:
             engines = setups(target, drafts, span, Path(folder) / "main", args, gpu)
             size = args.batch, args.output, args.rounds, target.vocab, args.seed
             work = Work(args.lengths, *size, warm_up=args.warm_up, cells=cells, profile=args.profile)
-            tsp_layer = choose_tsp_layer(target.layers, span, None)
-            limits = limits_of(
-                ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=tsp_layer
-            )
+            layer = choose_tsp_layer(target.layers, span, None)
+            limits = limits_of(ways, costs["target_cost"], work, draft=costs["draft_cost"], tsp_layer=layer)
             found = run_group(engines, ways, work, started, reports)
             target_tables(report, found, {"target": target, "span": span, "limits": limits, **costs}, args)
             leave()

@@ -29,7 +29,7 @@ from fathom.benchmarks.soak_client import STAGES, Case, Outcome, run_case
 from fathom.benchmarks.variants import FATHOM, Place, Variant, filled, with_body, with_flags
 from fathom.demo.corpus import eval_samples
 from fathom.runtime.config import SPECS
-from fathom.server.checks import demo_model
+from fathom.server.command.checks import demo_model
 
 CONTEXTS = (150, 300, 600)
 CONTEXT = 1088

@@ -9,7 +9,7 @@ lets the engine start on a CPU (entry point `sglang.srt.platforms`).
 import os
 import sys
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 

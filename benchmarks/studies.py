@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fathom.benchmarks import settings
-from fathom.server.checks import demo_model
+from fathom.server.command.checks import demo_model
 
 
 def _policies(policies: dict[str, dict[str, Any]]) -> list[str]:

@@ -17,12 +17,13 @@ from starlette.middleware import Middleware
 
 from fathom.runtime import config
 from fathom.runtime.sglang_host.options import EngineOptions
-from fathom.server import decompression, errors, protect, request_ids
-from fathom.server.admission import AdmissionMiddleware, Gate
-from fathom.server.context import Face
-from fathom.server.live import HEADERS, REFRESH_SECONDS, Live
-from fathom.server.metrics import Scrapes
+from fathom.server.answers import errors
 from fathom.server.middleware import PolicyMiddleware
+from fathom.server.page.live import HEADERS, REFRESH_SECONDS, Live
+from fathom.server.requests import decompression, protect, request_ids
+from fathom.server.requests.admission import AdmissionMiddleware, Gate
+from fathom.server.requests.context import Face
+from fathom.server.telemetry.metrics import Scrapes
 from fathom.server.version import versions
 
 
@@ -124,29 +125,13 @@ def install(root_path: str) -> None:
     Args:
         root_path: SGLang's ``--fastapi-root-path``.
     """
-    from fathom.runtime.sglang_host import forking, redact
-    from fathom.server import (
-        aside,
-        chunks,
-        control,
-        detokenize,
-        glm_calls,
-        keys,
-        labels,
-        messages,
-        offsets,
-        ollama,
-        parsers,
-        request_log,
-        responses,
-        templates,
-        thoughts,
-        tool_arguments,
-        tool_blocks,
-        tool_calls,
-        tool_steps,
-        weight_versions,
-    )
+    from fathom.runtime.sglang_host import forking
+    from fathom.runtime.sglang_host.reports import redact
+    from fathom.server.answers import chunks, offsets, thoughts
+    from fathom.server.api import control, detokenize, messages, ollama, parsers, responses, weight_versions
+    from fathom.server.requests import aside, keys, templates
+    from fathom.server.telemetry import labels, request_log
+    from fathom.server.tools import glm_calls, tool_arguments, tool_blocks, tool_calls, tool_steps
 
     protect.install()
     templates.install()

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()  # a process that is spawned, beside another thread of who started it, begins here
 

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from fathom.server import ending
-from fathom.server.checks import StartError
+from fathom.server.command.checks import StartError
 from fathom.server.version import versions
 
 USAGE = """usage: fathom COMMAND [options]
@@ -28,7 +28,7 @@ A first try, without a download:  fathom serve --demo"""
 
 MODULES = {
     "serve": "fathom.server.serve",
-    "explain": "fathom.server.explain",
+    "explain": "fathom.server.command.explain",
     "bench": "fathom.benchmarks.cli",
     "fidelity": "fathom.benchmarks.fidelity",
     "soak": "fathom.benchmarks.soak",

@@ -11,8 +11,8 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 
-from fathom.server.admission import Gate
-from fathom.server.context import Face
+from fathom.server.requests.admission import Gate
+from fathom.server.requests.context import Face
 from fathom.server.tokenizer_manager import FathomTokenizerManager
 
 ABORT_SECONDS = 10.0

@@ -8,8 +8,8 @@ import sys
 import threading
 from typing import NoReturn
 
-from fathom.server import checks, depth_pages
-from fathom.server.checks import StartError
+from fathom.server.command import checks, depth_pages
+from fathom.server.command.checks import StartError
 
 
 def leave(code: int) -> NoReturn:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from fathom.runtime.config import PolicyError
-from fathom.server.context import CURRENT, Face, RequestContext
-from fathom.server.echo import EventEcho, into_json
-from fathom.server.errors import MALFORMED, raised_by_body, rewrite
-from fathom.server.refusals import (
+from fathom.server.answers.echo import EventEcho, into_json
+from fathom.server.answers.errors import MALFORMED, raised_by_body, rewrite
+from fathom.server.api.responses import STORED
+from fathom.server.requests.context import CURRENT, Face, RequestContext
+from fathom.server.requests.refusals import (
     RequestError,
     refuse_encoded,
     refuse_illegal,
@@ -22,7 +23,7 @@ from fathom.server.refusals import (
     refuse_unanswerable,
     schema_of_answer,
 )
-from fathom.server.responses import STORED
+from fathom.server.requests.unsaid import without_nulls
 from fathom.server.routes import (
     CORPUS_ROUTES,
     GENERATE,
@@ -40,7 +41,6 @@ from fathom.server.routes import (
     error_body,
     path_of,
 )
-from fathom.server.unsaid import without_nulls
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

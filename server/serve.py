@@ -14,21 +14,12 @@ from fathom.runtime import config
 from fathom.runtime.plan import PlanError
 from fathom.runtime.sglang_host import imports
 from fathom.runtime.sglang_host.options import EngineOptions
-from fathom.server import (
-    checks,
-    command_line,
-    cpu_quota,
-    depth_pages,
-    ending,
-    flags,
-    memory_flags,
-    quantized,
-    quiet,
-)
-from fathom.server.checks import StartError
-from fathom.server.command_line import Plan
-from fathom.server.context import Face
-from fathom.server.profile import limits_of
+from fathom.server import ending, quiet
+from fathom.server.command import checks, command_line, cpu_quota, depth_pages, flags, memory_flags, quantized
+from fathom.server.command.checks import StartError
+from fathom.server.command.command_line import Plan
+from fathom.server.command.profile import limits_of
+from fathom.server.requests.context import Face
 
 KEEP_ALIVE = ("SGLANG_TIMEOUT_KEEP_ALIVE", "75")
 """Seconds after which an idle connection is closed, unless the operator says otherwise. A request that meets a
@@ -96,7 +87,7 @@ def _load(work: Plan) -> tuple[Plan, Any]:
         StartError: for what keeps the server from starting.
     """
     # Before anything imports torchvision; needs PyTorch, so not before the checks above.
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
 
     torchvision_ops.declare()
     if reason := depth_pages.why_not(work.gpu_depth_pages):
@@ -140,7 +131,7 @@ def _with_fitting_draft(work: Plan) -> Plan:
 
 
 def _verify_seams() -> None:
-    from fathom.runtime.sglang_host import seams
+    from fathom.runtime.sglang_host.seams import seams
 
     try:
         seams.verify("server")
@@ -150,7 +141,9 @@ def _verify_seams() -> None:
 
 def _server_args(words: list[str], options: EngineOptions) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
-    from fathom.runtime.sglang_host import engine_args, redact, rope_overrides
+    from fathom.runtime.sglang_host import engine_args
+    from fathom.runtime.sglang_host.models import rope_overrides
+    from fathom.runtime.sglang_host.reports import redact
 
     rope_overrides.install()
     checks.refuse_abbreviations(words, engine_args.options())
@@ -250,7 +243,7 @@ def _of_policy(choice: config.Choice) -> str:
 
 def _verify_engine(first_report: dict[str, Any]) -> None:
     """End everything unless the engine process reported Fathom's scheduler when it started."""
-    from fathom.runtime.sglang_host import seams
+    from fathom.runtime.sglang_host.seams import seams
 
     try:
         seams.verify_scheduler_report(first_report.get("fathom"))

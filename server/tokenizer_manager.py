@@ -19,19 +19,19 @@ from sglang.srt.runtime_context import get_lora
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.runtime.config import POLICY_KEY, Policy
-from fathom.runtime.sglang_host.control import reason_of
-from fathom.runtime.sglang_host.detokenizer import known_ids
-from fathom.runtime.sglang_host.priorities import FirstValues, PriorityLabels
-from fathom.server import bounds
-from fathom.server.adapters import Adapters, Unloaded, adapter_of, each, of_tensors
-from fathom.server.applied_policy import apply_policy, constrain, refuse_prompt_outputs
-from fathom.server.context import CURRENT, Face, RequestContext, public
-from fathom.server.control import ControlCommunicator, check_logging, check_profile
-from fathom.server.errors import ControlError
-from fathom.server.files import adapter_problem
-from fathom.server.history import Finished
-from fathom.server.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
+from fathom.runtime.sglang_host.reports.detokenizer import known_ids
+from fathom.runtime.sglang_host.scheduling.control import reason_of
+from fathom.runtime.sglang_host.scheduling.priorities import FirstValues, PriorityLabels
+from fathom.server.answers.errors import ControlError
+from fathom.server.api.control import ControlCommunicator, check_logging, check_profile
+from fathom.server.command.files import adapter_problem
+from fathom.server.requests import bounds
+from fathom.server.requests.adapters import Adapters, Unloaded, adapter_of, each, of_tensors
+from fathom.server.requests.applied_policy import apply_policy, constrain, refuse_prompt_outputs
+from fathom.server.requests.context import CURRENT, Face, RequestContext, public
 from fathom.server.routes import GENERATES, OTHER, path_of
+from fathom.server.telemetry.history import Finished
+from fathom.server.telemetry.metrics import UNFINISHED, Account, RequestMetrics, outcome_of
 
 MOST_VALUES = 256
 """Of a label that the operator lets clients fill in: each value is a set of series that stays."""

@@ -22,7 +22,8 @@ from httpx._transports import default as transports
 from hypothesis import settings
 
 from fathom.benchmarks.servers import free_port
-from fathom.runtime.sglang_host import imports, torchvision_ops
+from fathom.runtime.sglang_host import imports
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()  # transformers imports torchvision too
 

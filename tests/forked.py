@@ -25,9 +25,9 @@ IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.models.registry",
     "fathom.runtime.sglang_host.engine_args",
-    "fathom.runtime.sglang_host.seams",
+    "fathom.runtime.sglang_host.seams.seams",
     "fathom.runtime.sglang_host.scheduler",
-    "fathom.runtime.sglang_host.slow_fast",
+    "fathom.runtime.sglang_host.step.slow_fast",
     "fathom.server.app",
     "fathom.server.serve",
 )
@@ -152,7 +152,7 @@ def import_all(first: tuple[str, ...]) -> None:
     sys.path += [str(TESTS / "engine"), str(TESTS)]
     for name in first:
         importlib.import_module(name)
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
     from fathom.server import quiet
 
     quiet.hush_loggers()

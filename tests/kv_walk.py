@@ -20,8 +20,10 @@ from fathom.runtime.config import POLICY_KEY, Limits, choose
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import pages_taken
 from fathom.runtime.kv.prefix import UNBACKED
-from fathom.runtime.sglang_host import kv_allocator, kv_schedule, requests
-from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host.memory import kv_allocator
+from fathom.runtime.sglang_host.memory.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.scheduling import kv_schedule
 
 LAYERS, TSP, LONGEST = 4, 2, 90
 ALL = 1 << 20

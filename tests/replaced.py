@@ -5,15 +5,15 @@ ledger names, as JSON.
 import importlib
 import inspect
 import json
-import pkgutil
 import sys
+from pathlib import Path
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 import fathom.server  # noqa: E402
-from fathom.runtime.sglang_host import seams  # noqa: E402
+from fathom.runtime.sglang_host.seams import seams  # noqa: E402
 from fathom.server import app  # noqa: E402
 
 SGLANG = "sglang.srt."
@@ -49,9 +49,9 @@ def named():
 
 
 if __name__ == "__main__":
-    for module in pkgutil.iter_modules(fathom.server.__path__):
-        if module.name != "__main__":
-            importlib.import_module(f"fathom.server.{module.name}")
+    room = fathom.server.__path__[0]
+    for path in Path(room).rglob("*.py"):
+        importlib.import_module(".".join(["fathom.server", *path.relative_to(room).with_suffix("").parts]))
     known, before = named(), places()
     app.install("")
     replaced = {name for name, value in places().items() if before.get(name) is not value}

@@ -417,7 +417,7 @@ def check_rules(args: Any, rules: Sequence[Rule], asker: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     """A parser of SGLang's flags."""
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
 
     torchvision_ops.declare()
     from sglang.srt.server_args import ServerArgs
@@ -443,7 +443,7 @@ def build(argv: list[str], depth_span: int | None = None, shallow_factor: int | 
         SystemExit: from SGLang's parser, for an unknown flag or an illegal value.
         ValueError: where depth pages are wanted and cannot be had.
     """
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
 
     torchvision_ops.declare()
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices

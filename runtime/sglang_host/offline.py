@@ -77,7 +77,8 @@ class OfflineEngine:
             server_args = engine_args.build(list(flags), options.depth_span)
             from sglang.srt.entrypoints.engine import Engine
 
-            from fathom.runtime.sglang_host import forking, seams
+            from fathom.runtime.sglang_host import forking
+            from fathom.runtime.sglang_host.seams import seams
 
             seams.verify("server")
         forking.install()

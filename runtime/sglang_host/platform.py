@@ -8,13 +8,13 @@ SGLang's own CUDA kernels, which it imports wherever it sees one; attention is F
 
 import os
 
-from fathom.runtime.sglang_host import torchvision_ops
 from fathom.runtime.sglang_host.engine_args import (
     GPU_DEPTH_PAGES,
     OLDEST_GPU,
     TRITON_BACKEND,
     WHERE_POSSIBLE,
 )
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -33,14 +33,14 @@ class DepthPagePlatform(SRTPlatform):
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
+        from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
 
         return DepthKvPool if LAYOUT.used else MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-        from fathom.runtime.sglang_host.kv_pool import LAYOUT
-        from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
+        from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+        from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT
+        from fathom.runtime.sglang_host.memory.torch_allocator import TorchPagedAllocator
 
         return DepthAllocator if LAYOUT.used else TorchPagedAllocator
 
@@ -75,7 +75,7 @@ class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
         return True
 
     def get_graph_runner_cls(self) -> type:
-        from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
+        from fathom.runtime.sglang_host.step.decode_graphs import DecodeGraphRunner
 
         return DecodeGraphRunner
 

@@ -7,7 +7,8 @@ classes are in place before any of SGLang's code runs.
 import sys
 from typing import Any
 
-from fathom.runtime.sglang_host import imports, torchvision_ops
+from fathom.runtime.sglang_host import imports
+from fathom.runtime.sglang_host.machine import torchvision_ops
 from fathom.runtime.sglang_host.options import EngineOptions
 
 torchvision_ops.declare()
@@ -22,26 +23,23 @@ def install(options: EngineOptions) -> None:
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
-    from fathom.runtime.sglang_host import (
-        adapter_files,
-        gloo,
-        grammars,
-        longrope,
-        penalties,
-        rope_overrides,
-        seeds,
-        sessions,
-        stop_patterns,
-        stop_strings,
-        unsound,
-        weight_files,
-    )
+    from fathom.runtime.sglang_host.machine import gloo
+    from fathom.runtime.sglang_host.models import adapter_files, longrope, rope_overrides, weight_files
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
         FathomCudaPlatform,
     )
+    from fathom.runtime.sglang_host.sampling import (
+        grammars,
+        penalties,
+        seeds,
+        stop_patterns,
+        stop_strings,
+        unsound,
+    )
     from fathom.runtime.sglang_host.scheduler import FathomScheduler
+    from fathom.runtime.sglang_host.scheduling import sessions
 
     scheduler_module.Scheduler = FathomScheduler
     ours = isinstance(current_platform, DepthPagePlatform)
@@ -60,14 +58,12 @@ def install(options: EngineOptions) -> None:
     if ours:
         from sglang.srt.mem_cache import registry
 
-        from fathom.runtime.sglang_host import (
-            draft_side,
-            flashinfer_prefill,
-            kv_tree,
-            short_prompts,
-            slow_fast,
-        )
-        from fathom.runtime.sglang_host.kv_pool import LAYOUT
+        from fathom.runtime.sglang_host.attention import flashinfer_prefill
+        from fathom.runtime.sglang_host.draft import draft_side
+        from fathom.runtime.sglang_host.memory import kv_tree
+        from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT
+        from fathom.runtime.sglang_host.scheduling import short_prompts
+        from fathom.runtime.sglang_host.step import slow_fast
 
         register_attention_backend(current_platform.get_default_attention_backend())(attention_backend)
         LAYOUT.span, LAYOUT.used = options.depth_span, True
@@ -79,11 +75,11 @@ def install(options: EngineOptions) -> None:
         flashinfer_prefill.OPTIONS.prefill = options.gpu_prefill
         registry.default_radix_cache_factory = kv_tree.factory
     if isinstance(current_platform, FathomCudaPlatform):
-        from fathom.runtime.sglang_host import gpu_ops
+        from fathom.runtime.sglang_host.layers import gpu_ops
 
         gpu_ops.register()
     if isinstance(current_platform, FathomCpuPlatform):
-        from fathom.runtime.sglang_host import cpu_heads, cpu_lora, cpu_ops
+        from fathom.runtime.sglang_host.layers import cpu_heads, cpu_lora, cpu_ops
 
         # On a CPU torch.compile calls the machine's C++ compiler, in the middle of somebody's request.
         torch._dynamo.config.disable = True
@@ -99,9 +95,9 @@ def attention_backend(model_runner: Any) -> Any:
     import torch
 
     from fathom.kernels.dispatch import INTERPRETED
-    from fathom.runtime.sglang_host.cpu_attention import CpuAttentionBackend
-    from fathom.runtime.sglang_host.draft_attention import DraftAttentionBackend, TritonDraftBackend
-    from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+    from fathom.runtime.sglang_host.attention.cpu_attention import CpuAttentionBackend
+    from fathom.runtime.sglang_host.attention.triton_attention import TritonAttentionBackend
+    from fathom.runtime.sglang_host.draft.draft_attention import DraftAttentionBackend, TritonDraftBackend
 
     if INTERPRETED or torch.device(model_runner.device).type == "cuda":
         return (TritonDraftBackend if model_runner.is_draft_worker else TritonAttentionBackend)(model_runner)
@@ -110,7 +106,7 @@ def attention_backend(model_runner: Any) -> Any:
 
 def verify_or_exit(role: str) -> None:
     """Check the seams of this process; exit with one line on stderr when SGLang is not as we know it."""
-    from fathom.runtime.sglang_host import seams
+    from fathom.runtime.sglang_host.seams import seams
 
     try:
         seams.verify(role)
@@ -135,7 +131,7 @@ def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's detokenizer process. Arguments as SGLang's function of this name."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
-    from fathom.runtime.sglang_host import detokenizer
+    from fathom.runtime.sglang_host.reports import detokenizer
 
     verify_or_exit("detokenizer")
     detokenizer.install()

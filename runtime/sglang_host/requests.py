@@ -12,7 +12,7 @@ from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY
 from fathom.runtime.fastkv.step import config_of as fastkv_config
 from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.plan import PrefillPlan, Step, build
-from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT
 from fathom.runtime.specprefill.config import SpecPrefillConfig
 from fathom.runtime.specprefill.select import Span
 from fathom.runtime.specprefill.step import config_of, step

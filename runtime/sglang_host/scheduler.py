@@ -23,40 +23,32 @@ from sglang.utils import TypeBasedDispatcher
 
 from fathom.runtime.config import DRAFTED, without_draft
 from fathom.runtime.ledger import Launched
-from fathom.runtime.sglang_host import (
-    aborts,
-    attention_layers,
-    beams,
-    between_chunks,
-    bursts,
-    devices,
-    grammars,
-    kv_schedule,
-    log_lines,
-    priorities,
-    redact,
-    seams,
-    split_prefill,
-    unsound,
-)
-from fathom.runtime.sglang_host.adapter_turns import Adapter, Late, Turns
-from fathom.runtime.sglang_host.control import GuardedDispatcher
-from fathom.runtime.sglang_host.engine_metrics import EngineMetrics, KvState, span_names
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
-from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
-from fathom.runtime.sglang_host.kv_schedule import DepthPrefillAdder
-from fathom.runtime.sglang_host.kv_tree import tree_of
-from fathom.runtime.sglang_host.profiles import FathomProfiles, one_by_one
+from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.machine import devices
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.kv_check import DepthInvariantChecker
+from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
+from fathom.runtime.sglang_host.memory.kv_tree import tree_of
+from fathom.runtime.sglang_host.models import split_prefill
+from fathom.runtime.sglang_host.reports import log_lines, redact
+from fathom.runtime.sglang_host.reports.engine_metrics import EngineMetrics, KvState, span_names
+from fathom.runtime.sglang_host.reports.profiles import FathomProfiles, one_by_one
+from fathom.runtime.sglang_host.reports.streamer import FathomOutputStreamer
 from fathom.runtime.sglang_host.requests import (
     alternates,
     decides_its_next_step,
     separate_cache_key,
     uses_draft,
 )
-from fathom.runtime.sglang_host.sessions import FathomSessions
-from fathom.runtime.sglang_host.short_prompts import Beside
-from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
+from fathom.runtime.sglang_host.sampling import beams, grammars, unsound
+from fathom.runtime.sglang_host.scheduling import aborts, between_chunks, kv_schedule, priorities
+from fathom.runtime.sglang_host.scheduling.adapter_turns import Adapter, Late, Turns
+from fathom.runtime.sglang_host.scheduling.control import GuardedDispatcher
+from fathom.runtime.sglang_host.scheduling.kv_schedule import DepthPrefillAdder
+from fathom.runtime.sglang_host.scheduling.sessions import FathomSessions
+from fathom.runtime.sglang_host.scheduling.short_prompts import Beside
+from fathom.runtime.sglang_host.seams import seams
+from fathom.runtime.sglang_host.step import bursts
 from fathom.runtime.sglang_host.worker import FathomWorker
 
 logger = logging.getLogger(__name__)

@@ -23,37 +23,35 @@ from fathom.runtime.decode_step import Later, Outcome
 from fathom.runtime.kv.pages import pages_of
 from fathom.runtime.ledger import Account, Held, Launched, Part, RequestLedger
 from fathom.runtime.plan import SCORED, tokens_per_span
-from fathom.runtime.sglang_host import (
-    attention_layers,
-    compression,
-    decode_graphs,
-    devices,
-    draft_cache,
-    gpu_memory,
-    gpu_streams,
-    kv_schedule,
-    passes,
-    request_table,
-    rope_scaling,
-    slow_fast,
-    split_prefill,
+from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.attention.triton_attention import TritonAttentionBackend, most_prefilled
+from fathom.runtime.sglang_host.draft import draft_cache
+from fathom.runtime.sglang_host.draft.draft_model import DraftModel, DraftWorker
+from fathom.runtime.sglang_host.draft.draft_side import DraftSide
+from fathom.runtime.sglang_host.draft.speculation import (
+    Proposal,
+    VerifyForward,
+    propose,
+    propose_ahead,
+    settle,
 )
-from fathom.runtime.sglang_host.bursts import with_runs
-from fathom.runtime.sglang_host.compression import Compression, CompressionStep, Job
-from fathom.runtime.sglang_host.continuous import Continuous
-from fathom.runtime.sglang_host.draft_model import DraftModel, DraftWorker
-from fathom.runtime.sglang_host.draft_side import DraftSide
-from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
-from fathom.runtime.sglang_host.kept_prefill import KeptForward
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
-from fathom.runtime.sglang_host.kv_tree import tree_of
+from fathom.runtime.sglang_host.machine import devices, gpu_streams
+from fathom.runtime.sglang_host.memory import gpu_memory, request_table
+from fathom.runtime.sglang_host.memory.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
+from fathom.runtime.sglang_host.memory.kv_tree import tree_of
+from fathom.runtime.sglang_host.memory.tails import Tail, Tails
+from fathom.runtime.sglang_host.models import rope_scaling, split_prefill
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
-from fathom.runtime.sglang_host.spans import SpanForward
-from fathom.runtime.sglang_host.speculation import Proposal, VerifyForward, propose, propose_ahead, settle
-from fathom.runtime.sglang_host.tails import Tail, Tails
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend, most_prefilled
+from fathom.runtime.sglang_host.scheduling import kv_schedule
+from fathom.runtime.sglang_host.scheduling.continuous import Continuous
+from fathom.runtime.sglang_host.step import compression, decode_graphs, passes, slow_fast
+from fathom.runtime.sglang_host.step.bursts import with_runs
+from fathom.runtime.sglang_host.step.compression import Compression, CompressionStep, Job
+from fathom.runtime.sglang_host.step.kept_prefill import KeptForward
+from fathom.runtime.sglang_host.step.spans import SpanForward
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fathom.benchmarks import args, cli, combined, studies
-from fathom.server.picture import can_draw_png
+from fathom.server.page.picture import can_draw_png
 
 A, B = {"depth_cutoff": 6}, {"tsp_rate": 0.2, "kv_retention_rate": 0.2}
 BODIES = {"fathom": {}, "a": A, "b": B, "both": A | B, "more": A | B | {"speculative": True}}

@@ -14,7 +14,7 @@ from fathom.benchmarks.fidelity_grids import GRIDS, SFI_CONTEXT, NamedGrid, Poin
 from fathom.benchmarks.variants import with_body, with_flags
 from fathom.runtime.config import Policy
 from fathom.server import cli
-from fathom.server.picture import can_draw_png
+from fathom.server.page.picture import can_draw_png
 
 REFUSAL = "fathom.depth_cutoff: SPEED is not available in this build"
 

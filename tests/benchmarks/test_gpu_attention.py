@@ -6,7 +6,7 @@ from flashinfer_wrapper import Ragged, Wrapper
 
 from fathom.benchmarks import gpu_attention
 from fathom.benchmarks.gpu_inputs import Setting
-from fathom.runtime.sglang_host import flashinfer_prefill
+from fathom.runtime.sglang_host.attention import flashinfer_prefill
 
 
 @pytest.mark.parametrize("gathered", [False, True])

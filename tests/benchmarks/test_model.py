@@ -9,7 +9,7 @@ import torch
 
 from fathom.benchmarks import args, model
 from fathom.runtime import cost
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 SHAPE = replace(model.TINY, vocab=64)
 

@@ -11,7 +11,7 @@ from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.paper_engine import Variant, Work
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 from fathom.runtime.sglang_host.offline import Timed
 
 torchvision_ops.declare()

@@ -31,7 +31,7 @@ from fathom.benchmarks import (
 )
 from fathom.benchmarks.client import BenchError
 from fathom.runtime import config
-from fathom.server.checks import FAILURE, StartError
+from fathom.server.command.checks import FAILURE, StartError
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 STOCK_FIRST, FATHOM_FIRST = 0.20, 0.10

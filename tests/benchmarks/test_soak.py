@@ -17,7 +17,7 @@ from fathom.benchmarks.client import BenchError, open_client
 from fathom.benchmarks.fidelity import load_tokenizer
 from fathom.benchmarks.soak_client import STAGES, Case, Outcome, body, run_case
 from fathom.benchmarks.variants import FATHOM as FATHOM_SERVER
-from fathom.server.checks import demo_model
+from fathom.server.command.checks import demo_model
 
 FATHOM = {
     "prompt_tokens": 10,

@@ -2,7 +2,7 @@ import pytest
 
 from fathom.demo.export import MODELS
 from fathom.demo.tokenizer import load_tokenizer
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 

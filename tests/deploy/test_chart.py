@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from fathom.server import command_line
+from fathom.server.command import command_line
 
 helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk: run `make test`")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="run `make test`")

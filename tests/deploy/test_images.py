@@ -146,7 +146,7 @@ def test_what_is_compiled_on_a_gpu_is_kept_and_can_be_loaded():
 
 
 def test_compose_gives_a_server_time_to_drain():
-    from fathom.server.admission import DEFAULT_DRAIN_SECONDS
+    from fathom.server.requests.admission import DEFAULT_DRAIN_SECONDS
 
     server = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]
     assert int(server["stop_grace_period"].removesuffix("s")) >= DEFAULT_DRAIN_SECONDS + 20

@@ -130,7 +130,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 AGREEMENT = 0.15
 BENCH_SERVING = """
 import json, runpy, sys
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 torchvision_ops.declare()
 import sglang.benchmark.serving
 sys.argv[1:] = json.loads(input())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fathom.server.metrics import LABELS, TPOT_BUCKETS, TTFT_BUCKETS
+from fathom.server.telemetry.metrics import LABELS, TPOT_BUCKETS, TTFT_BUCKETS
 
 promql = pytest.importorskip("promql_parser", reason="needs promql-parser: run `make test`")
 
@@ -48,7 +48,7 @@ def declared(paths) -> dict[str, str]:
     return found
 
 
-OWN = declared(sorted([*(ROOT / "server").glob("*.py"), *(ROOT / "runtime" / "sglang_host").glob("*.py")]))
+OWN = declared(sorted([*(ROOT / "server").rglob("*.py"), *(ROOT / "runtime" / "sglang_host").rglob("*.py")]))
 SGLANG = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
 STOCK = declared([*(SGLANG / "observability").glob("*.py"), SGLANG / "utils" / "common.py"])
 EXPORTED = {

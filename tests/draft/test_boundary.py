@@ -8,13 +8,13 @@ import torch
 
 from fathom.runtime.draft.pace import Pace
 from fathom.runtime.sfi.trigger import Stretch
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
-from fathom.runtime.sglang_host import speculation  # noqa: E402
-from fathom.runtime.sglang_host.rows import RowSampler  # noqa: E402
-from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
+from fathom.runtime.sglang_host.draft import speculation  # noqa: E402
+from fathom.runtime.sglang_host.memory.tails import Tail  # noqa: E402
+from fathom.runtime.sglang_host.step.rows import RowSampler  # noqa: E402
 
 REQUESTS, WIDTH = 4000, 3
 TARGET = torch.tensor([0.4, 0.1, 0.2, 0.2, 0.1])

@@ -12,16 +12,17 @@ from transformers import AutoTokenizer
 
 from fathom.runtime.draft.pace import Pace
 from fathom.runtime.sfi.trigger import Stretch
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend, GuidanceGrammar  # noqa: E402
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # noqa: E402
 
-from fathom.runtime.sglang_host import grammars, speculation  # noqa: E402
-from fathom.runtime.sglang_host.rows import RowSampler, allows, grammar_mask  # noqa: E402
-from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
+from fathom.runtime.sglang_host.draft import speculation  # noqa: E402
+from fathom.runtime.sglang_host.memory.tails import Tail  # noqa: E402
+from fathom.runtime.sglang_host.sampling import grammars  # noqa: E402
+from fathom.runtime.sglang_host.step.rows import RowSampler, allows, grammar_mask  # noqa: E402
 
 REGEX = "[0-9]{3}"
 WITHOUT_END = 'root ::= "123" more\nmore ::= more "4"'

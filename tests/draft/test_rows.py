@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -14,7 +14,7 @@ from sglang.srt.constrained.outlines_backend import OutlinesGrammar  # noqa: E40
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject  # noqa: E402
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar  # noqa: E402
 
-from fathom.runtime.sglang_host.rows import allows, alone, drafts, grammar_mask  # noqa: E402
+from fathom.runtime.sglang_host.step.rows import allows, alone, drafts, grammar_mask  # noqa: E402
 
 
 def request_with(grammar):

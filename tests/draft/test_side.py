@@ -14,13 +14,14 @@ import torch
 
 from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.sfi.trigger import Stretch
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
-from fathom.runtime.sglang_host import draft_side, lookahead, requests, speculation  # noqa: E402
-from fathom.runtime.sglang_host.draft_side import DraftSide  # noqa: E402
-from fathom.runtime.sglang_host.tails import Tail  # noqa: E402
+from fathom.runtime.sglang_host import requests  # noqa: E402
+from fathom.runtime.sglang_host.draft import draft_side, lookahead, speculation  # noqa: E402
+from fathom.runtime.sglang_host.draft.draft_side import DraftSide  # noqa: E402
+from fathom.runtime.sglang_host.memory.tails import Tail  # noqa: E402
 from fathom.runtime.specprefill.select import select_prompt  # noqa: E402
 from fathom.runtime.specprefill.step import random_scores  # noqa: E402
 

@@ -14,8 +14,8 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from torch import distributed
 
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_tree import tree_of
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.kv_tree import tree_of
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
 from fathom.server import cli
 

@@ -9,7 +9,7 @@ import nominal_gpu  # noqa: F401, E402  first: it makes the device
 import torch  # noqa: E402
 from flashinfer_wrapper import Ragged, Wrapper  # noqa: E402
 
-from fathom.runtime.sglang_host import flashinfer_prefill  # noqa: E402
+from fathom.runtime.sglang_host.attention import flashinfer_prefill  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
 

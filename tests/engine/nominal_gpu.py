@@ -22,7 +22,7 @@ from torch import library
 
 nominal_machine.install()
 
-from fathom.runtime.sglang_host import torchvision_ops  # noqa: E402
+from fathom.runtime.sglang_host.machine import torchvision_ops  # noqa: E402
 
 torchvision_ops.declare()
 
@@ -41,17 +41,11 @@ from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from fathom.kernels import key_shares, selector_scores, stable_top_k  # noqa: E402
-from fathom.runtime.sglang_host import (  # noqa: E402
-    bursts,
-    compression,
-    decode_graphs,
-    draft_side,
-    forking,
-    gloo,
-    platform,
-    speculation,
-    tails,
-)
+from fathom.runtime.sglang_host import forking, platform  # noqa: E402
+from fathom.runtime.sglang_host.draft import draft_side, speculation  # noqa: E402
+from fathom.runtime.sglang_host.machine import gloo  # noqa: E402
+from fathom.runtime.sglang_host.memory import tails  # noqa: E402
+from fathom.runtime.sglang_host.step import bursts, compression, decode_graphs  # noqa: E402
 from fathom.server.cli import main  # noqa: E402
 
 NAME = "cuda"

@@ -10,7 +10,7 @@ import torch
 from flashinfer import prefill
 from flashinfer_wrapper import Ragged, Wrapper, check
 
-from fathom.runtime.sglang_host import flashinfer_prefill
+from fathom.runtime.sglang_host.attention import flashinfer_prefill
 
 empty = torch.empty
 

@@ -12,7 +12,7 @@ from greedy import ask, body_of
 from interpreted import NEW_TOKENS, POLICIES, Oracle, ask_all, prompt_of
 from oracles import attending
 
-from fathom.runtime.sglang_host.kv_pool import DepthKvPool
+from fathom.runtime.sglang_host.memory.kv_pool import DepthKvPool
 
 E4M3, E5M2 = {"fp8_e4m3": torch.float8_e4m3fn}, {"fp8_e5m2": torch.float8_e5m2}
 TOLERANCE = 0.02

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 

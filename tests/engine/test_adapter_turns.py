@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.runtime.sglang_host.adapter_turns import Turns
+from fathom.runtime.sglang_host.scheduling.adapter_turns import Turns
 
 SECONDS = 5.0
 

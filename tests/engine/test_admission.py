@@ -16,8 +16,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fathom.runtime.kv.pages import pages_of
-from fathom.runtime.sglang_host import between_chunks, kv_schedule, requests, short_prompts
-from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host.memory.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host.scheduling import between_chunks, kv_schedule, short_prompts
 
 KINDS = [*POLICIES, {"tsp_rate": 0.5, "prefill_keep_rate": 0.5, "min_prompt_tokens": 12}]
 KINDS += [{}, {"tsp_rate": 0.5, "kv_retention_rate": 0.5}, {"prefill_keep_rate": 0.2, "min_prompt_tokens": 4}]

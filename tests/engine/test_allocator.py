@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fathom.runtime.sglang_host.torch_allocator import TorchPagedAllocator
+from fathom.runtime.sglang_host.memory.torch_allocator import TorchPagedAllocator
 
 PAGES = 1000
 

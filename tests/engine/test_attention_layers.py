@@ -7,7 +7,8 @@ import torch
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from fathom.runtime.sglang_host import attention_layers, slow_fast
+from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.step import slow_fast
 
 
 def attention(number, window=-1):

@@ -8,8 +8,8 @@ import pytest
 from greedy import body_of
 from waiting import slowed, wait_until
 
-from fathom.runtime.sglang_host import short_prompts
-from fathom.runtime.sglang_host.short_prompts import Beside
+from fathom.runtime.sglang_host.scheduling import short_prompts
+from fathom.runtime.sglang_host.scheduling.short_prompts import Beside
 
 CHUNK, PAGE, LONG = 64, 8, 1500
 FLAGS = ("--dtype", "float32", "--page-size", str(PAGE), "--chunked-prefill-size", str(CHUNK))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -18,9 +18,9 @@ from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.managers.utils import GenerationBatchResult  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from fathom.runtime.sglang_host import bursts  # noqa: E402
-from fathom.runtime.sglang_host.bursts import BurstResultProcessor, with_runs  # noqa: E402
-from fathom.runtime.sglang_host.rows import Run  # noqa: E402
+from fathom.runtime.sglang_host.step import bursts  # noqa: E402
+from fathom.runtime.sglang_host.step.bursts import BurstResultProcessor, with_runs  # noqa: E402
+from fathom.runtime.sglang_host.step.rows import Run  # noqa: E402
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "demo/models/target")
 TOKENIZER.additional_stop_token_ids = None

@@ -29,8 +29,11 @@ from fathom.runtime.sfi.config import SfiConfig
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import InOrder
 from fathom.runtime.sfi.rules import RANDOM, Reading
-from fathom.runtime.sglang_host import compression, devices, draft_model, triton_attention
-from fathom.runtime.sglang_host.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.attention import triton_attention
+from fathom.runtime.sglang_host.attention.triton_attention import TritonAttentionBackend
+from fathom.runtime.sglang_host.draft import draft_model
+from fathom.runtime.sglang_host.machine import devices
+from fathom.runtime.sglang_host.step import compression
 
 ROWS, LONGEST, SLOTS, SPANS = 16, 40003, 60000, 2
 TRIGGERS = np.zeros(10, bool)

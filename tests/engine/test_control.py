@@ -8,7 +8,7 @@ import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 
-from fathom.runtime.sglang_host.control import GuardedDispatcher, failure_of, reason_of
+from fathom.runtime.sglang_host.scheduling.control import GuardedDispatcher, failure_of, reason_of
 
 
 def fail(request):

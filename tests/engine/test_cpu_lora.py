@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-from fathom.runtime.sglang_host.cpu_lora import CpuLoRABackend, Unpinned, adapter_rows
+from fathom.runtime.sglang_host.layers.cpu_lora import CpuLoRABackend, Unpinned, adapter_rows
 
 SLOTS, MOST = 4, 5
 RANKS, SCALES = [0, 3, 5, 1], [0.0, 0.5, 2.0, 1.5]

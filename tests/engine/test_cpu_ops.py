@@ -14,8 +14,8 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.rms_norm import rms_norm_reference
-from fathom.runtime.sglang_host import cpu_linear
-from fathom.runtime.sglang_host.cpu_ops import forward_rms_norm
+from fathom.runtime.sglang_host.layers import cpu_linear
+from fathom.runtime.sglang_host.layers.cpu_ops import forward_rms_norm
 
 
 def layer(weight, **changes):

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from waiting import slowed, wait_until
 
-from fathom.runtime.sglang_host.kv_pool import Layout
+from fathom.runtime.sglang_host.memory.kv_pool import Layout
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
 
 PAGE = 16

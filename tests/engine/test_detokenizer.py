@@ -8,7 +8,8 @@ from conftest import DEMO_TARGET
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from fathom.runtime.sglang_host import detokenizer, torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.runtime.sglang_host.reports import detokenizer
 
 torchvision_ops.declare()
 
@@ -16,7 +17,8 @@ from sglang.srt.managers import detokenizer_manager  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from fathom.runtime.sglang_host import bursts, stop_strings  # noqa: E402
+from fathom.runtime.sglang_host.sampling import stop_strings  # noqa: E402
+from fathom.runtime.sglang_host.step import bursts  # noqa: E402
 
 WRITING = (
     *(

@@ -11,7 +11,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from torch import distributed
 
-from fathom.runtime.sglang_host import devices, gpu_memory, slow_fast
+from fathom.runtime.sglang_host.machine import devices
+from fathom.runtime.sglang_host.memory import gpu_memory
+from fathom.runtime.sglang_host.step import slow_fast
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from greedy import TOLERANCE, TOP
 from noisy import draft_flags
 from oracles import drafted, narrowed_model
 
-from fathom.runtime.sglang_host import unsound
+from fathom.runtime.sglang_host.sampling import unsound
 
 NEW_TOKENS = 14
 RATE = 0.3

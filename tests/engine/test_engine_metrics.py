@@ -11,7 +11,7 @@ import pytest
 from greedy import body_of
 from waiting import one_of_three, wait_until
 
-from fathom.runtime.sglang_host.engine_metrics import core_wait
+from fathom.runtime.sglang_host.reports.engine_metrics import core_wait
 
 SERIES = "fathom:core_wait_seconds_total"
 

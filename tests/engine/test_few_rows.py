@@ -7,7 +7,11 @@ from conftest import save_random_model
 from fathom.kernels.amx_cpu import has_amx
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
 from fathom.kernels.few_rows_linear_cpu import FEW_ROWS
-from fathom.runtime.sglang_host.cpu_linear import PackedLinearMethod, WideLinearMethod, multiplies_bfloat16
+from fathom.runtime.sglang_host.layers.cpu_linear import (
+    PackedLinearMethod,
+    WideLinearMethod,
+    multiplies_bfloat16,
+)
 
 PACKED = multiplies_bfloat16()
 pytestmark = pytest.mark.skipif(

@@ -21,8 +21,8 @@ from fathom.runtime.kv.device_view import DeviceTables
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, SpanView, Views
 from fathom.runtime.plan import PrefillPlan, Step
-from fathom.runtime.sglang_host import flashinfer_prefill
-from fathom.runtime.sglang_host.flashinfer_prefill import FlashInferPrefill
+from fathom.runtime.sglang_host.attention import flashinfer_prefill
+from fathom.runtime.sglang_host.attention.flashinfer_prefill import FlashInferPrefill
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 64, 90
 CPU, HALF, SCALE = torch.device("cpu"), torch.float16, 0.1

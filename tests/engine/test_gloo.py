@@ -6,7 +6,7 @@ from multiprocessing import get_context
 import torch
 from torch import distributed
 
-from fathom.runtime.sglang_host import gloo
+from fathom.runtime.sglang_host.machine import gloo
 
 GROUPS, RANKS = 5, 2
 

@@ -13,9 +13,10 @@ from fathom.runtime.kv.memory import KvMemory
 from fathom.runtime.kv.mirror import PageMirror
 from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import RING_SLOTS, EvidenceRing
-from fathom.runtime.sglang_host import decode_graphs, gpu_memory
-from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS
-from fathom.runtime.sglang_host.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.draft.draft_model import SCRATCH_SLOTS
+from fathom.runtime.sglang_host.memory import gpu_memory
+from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT
+from fathom.runtime.sglang_host.step import decode_graphs
 
 MIB = 1 << 20
 

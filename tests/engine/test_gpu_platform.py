@@ -17,9 +17,10 @@ from sglang.srt.platforms import (
 from sglang.srt.runtime_context import get_resources
 
 from fathom.benchmarks.servers import free_port
-from fathom.runtime.sglang_host import engine_args, gpu_streams, platform
+from fathom.runtime.sglang_host import engine_args, platform
 from fathom.runtime.sglang_host.engine_args import GPU_DEPTH_PAGES, WHERE_POSSIBLE
-from fathom.server import command_line, depth_pages
+from fathom.runtime.sglang_host.machine import gpu_streams
+from fathom.server.command import command_line, depth_pages
 
 CPU, CUDA = (f"{platform.__name__}:{name}" for name in ("FathomCpuPlatform", "FathomCudaPlatform"))
 
@@ -101,7 +102,7 @@ REFUSED = {
 }
 BUILD = """
     import json, sys
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
     torchvision_ops.declare()
     import sglang.srt.platforms as platforms
     from fathom.runtime.sglang_host import engine_args, platform
@@ -240,10 +241,11 @@ def test_keys_and_values_of_8_bits(monkeypatch, field):
 
 
 INSTALL = """
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
     torchvision_ops.declare()
     import sglang.srt.platforms as platforms
-    from fathom.runtime.sglang_host import options, platform, process, seams
+    from fathom.runtime.sglang_host import options, platform, process
+    from fathom.runtime.sglang_host.seams import seams
     from sglang.srt.models import qwen3_moe  # was there first
     platforms._current_platform = platform.FathomCudaPlatform()
     seams.verify("scheduler")
@@ -256,10 +258,14 @@ INSTALL = """
     from sglang.srt.managers import scheduler
     from sglang.srt.mem_cache import registry
     from fathom.kernels.murmur_hash import murmur_hash32
-    from fathom.runtime.sglang_host import decode_graphs, draft_attention, flashinfer_prefill, gpu_ops, kv_tree
-    from fathom.runtime.sglang_host import triton_attention
-    from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-    from fathom.runtime.sglang_host.kv_pool import LAYOUT, DepthKvPool
+    from fathom.runtime.sglang_host.attention import flashinfer_prefill
+    from fathom.runtime.sglang_host.draft import draft_attention
+    from fathom.runtime.sglang_host.layers import gpu_ops
+    from fathom.runtime.sglang_host.memory import kv_tree
+    from fathom.runtime.sglang_host.step import decode_graphs
+    from fathom.runtime.sglang_host.attention import triton_attention
+    from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+    from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
 
     here = platforms.current_platform
     assert scheduler.Scheduler.__name__ == "FathomScheduler"
@@ -320,9 +326,10 @@ SERVE = """
     import sys, torch
     torch.accelerator.is_available = torch.cuda.is_available = lambda: True
     torch.version.cuda = "13.0"
-    from fathom.runtime.sglang_host import torchvision_ops
+    from fathom.runtime.sglang_host.machine import torchvision_ops
     torchvision_ops.declare()
-    from fathom.server import checks, cli, command_line, serve
+    from fathom.server import cli, serve
+    from fathom.server.command import checks, command_line
     work = serve._with_fitting_draft(command_line.plan(["--demo"]))
     assert work.draft is None, work
     target, draft = (str(checks.demo_model(name)) for name in ("target", "draft"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fathom.runtime.draft.pace import EXPECTED, Pace
-from fathom.runtime.sglang_host import draft_side
-from fathom.runtime.sglang_host.draft_side import DraftSide, Guess, _guesses
+from fathom.runtime.sglang_host.draft import draft_side
+from fathom.runtime.sglang_host.draft.draft_side import DraftSide, Guess, _guesses
 
 
 def request(temperature, greedy=False):

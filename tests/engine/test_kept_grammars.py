@@ -7,16 +7,16 @@ import pytest
 from sglang.srt.managers import scheduler as sglang_scheduler
 from transformers import AutoTokenizer
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend  # noqa: E402
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend  # noqa: E402
 
-from fathom.runtime.sglang_host import grammars  # noqa: E402
-from fathom.runtime.sglang_host.rows import allows, grammar_mask  # noqa: E402
+from fathom.runtime.sglang_host.sampling import grammars  # noqa: E402
 from fathom.runtime.sglang_host.scheduler import FathomScheduler  # noqa: E402
+from fathom.runtime.sglang_host.step.rows import allows, grammar_mask  # noqa: E402
 
 MOST = 100_000
 

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 from fathom.runtime.kv.memory import KvMemory
-from fathom.runtime.sglang_host import kv_check
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_check import DepthInvariantChecker
+from fathom.runtime.sglang_host.memory import kv_check
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.kv_check import DepthInvariantChecker
 
 TOKENS, SPANS = 40, 2
 

@@ -11,9 +11,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from fathom.runtime.sglang_host import kv_tree
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.kv_tree import DepthRadixCache
+from fathom.runtime.sglang_host.memory import kv_tree
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.kv_tree import DepthRadixCache
 
 SPANS, PAGES = 3, 600
 DEPTHS = {"dense": SPANS, "two spans": 2, "nothing": 0}

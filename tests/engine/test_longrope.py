@@ -8,7 +8,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRo
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
-from fathom.runtime.sglang_host import longrope
+from fathom.runtime.sglang_host.models import longrope
 
 DIM, SHORT, LONGEST = 16, 64, 256
 FACTORS = {

@@ -21,7 +21,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from transformers import AutoModelForCausalLM
 
 from fathom.kernels.bfloat16_cpu import has_bfloat16_products
-from fathom.runtime.sglang_host.cpu_linear import multiplies_bfloat16
+from fathom.runtime.sglang_host.layers.cpu_linear import multiplies_bfloat16
 
 KINDS = {"a": (4, ATTENTION + MLP), "b": (6, ATTENTION + ENDS), "c": (3, ("q_proj", "v_proj", "down_proj"))}
 """Rank and matrices; a, b and the model alone fill all places that the server has."""

@@ -7,7 +7,8 @@ import pytest
 
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, Policy
-from fathom.runtime.sglang_host import offline, torchvision_ops
+from fathom.runtime.sglang_host import offline
+from fathom.runtime.sglang_host.machine import torchvision_ops
 from fathom.runtime.sglang_host.offline import OfflineEngine, Timed
 
 torchvision_ops.declare()

@@ -18,7 +18,7 @@ from sglang.srt.sampling.penaltylib import (
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from transformers import AutoModelForCausalLM
 
-from fathom.runtime.sglang_host import penalties
+from fathom.runtime.sglang_host.sampling import penalties
 
 VOCABULARY = 50
 NEW_TOKENS = 300

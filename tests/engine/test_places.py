@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from fathom.runtime.config import SPECS
 from fathom.runtime.kv.view import SpanView
-from fathom.runtime.sglang_host.cpu_attention import FEW_QUERIES, SHORT_RUN, _few_queries, _place, _read
+from fathom.runtime.sglang_host.attention.cpu_attention import (
+    FEW_QUERIES,
+    SHORT_RUN,
+    _few_queries,
+    _place,
+    _read,
+)
 
 POOL = torch.randn(4000, 3, 2, 4)[:, 1]  # one layer's view of a pool that holds three
 

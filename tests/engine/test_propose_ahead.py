@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fathom.runtime.draft.pace import Pace, shared_evidence
-from fathom.runtime.sglang_host import speculation
-from fathom.runtime.sglang_host.draft_side import DraftState
-from fathom.runtime.sglang_host.lookahead import Prompt
-from fathom.runtime.sglang_host.tails import Tail
+from fathom.runtime.sglang_host.draft import speculation
+from fathom.runtime.sglang_host.draft.draft_side import DraftState
+from fathom.runtime.sglang_host.draft.lookahead import Prompt
+from fathom.runtime.sglang_host.memory.tails import Tail
 
 
 def test_a_look_ahead_that_cannot_be_taken_up_is_dropped():

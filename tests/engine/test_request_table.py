@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from fathom.runtime.sglang_host.request_table import RequestTable
+from fathom.runtime.sglang_host.memory.request_table import RequestTable
 
 CONTEXT = 1_000_004
 

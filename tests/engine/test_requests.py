@@ -14,7 +14,8 @@ from fathom.runtime import cost
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Limits, Policy, PolicyError, choose
 from fathom.runtime.kv.memory import pages_held
-from fathom.runtime.sglang_host import kv_schedule, requests
+from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host.scheduling import kv_schedule
 
 LAYERS, SPAN, TSP, BUFFER = 8, 2, 4, 200
 FIELDS = st.fixed_dictionaries(

@@ -7,7 +7,7 @@ import transformers
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
-from fathom.runtime.sglang_host import rope_overrides
+from fathom.runtime.sglang_host.models import rope_overrides
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 

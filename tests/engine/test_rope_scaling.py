@@ -9,7 +9,7 @@ from sglang.srt.layers.rotary_embedding import base, get_rope
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fathom.runtime.sglang_host import rope_overrides, rope_scaling
+from fathom.runtime.sglang_host.models import rope_overrides, rope_scaling
 
 DIM, TRAINED, LONGEST = 32, 64, 320
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}

@@ -8,8 +8,8 @@ import torch
 
 from fathom.kernels.murmur_hash import murmur_hash32
 from fathom.runtime.sampling import filtered_by_sorting
-from fathom.runtime.sglang_host.rows import ROWS_AT_ONCE, RowSampler, SampledRows, fetched, grouped
-from fathom.runtime.sglang_host.seeds import draw_seeded
+from fathom.runtime.sglang_host.sampling.seeds import draw_seeded
+from fathom.runtime.sglang_host.step.rows import ROWS_AT_ONCE, RowSampler, SampledRows, fetched, grouped
 
 VOCABULARY = 150_000
 ASKED = [  # whether at all, how many of the highest, which ids, greedy

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from fathom.benchmarks.servers import free_port
-from fathom.runtime.sglang_host import forking, seams
+from fathom.runtime.sglang_host import forking
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform
+from fathom.runtime.sglang_host.seams import seams
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -137,7 +138,10 @@ def test_the_engine_process_says_what_it_runs(server):
     engine = server.engine()
     assert engine["scheduler"] == "fathom.runtime.sglang_host.scheduler.FathomScheduler"
     assert engine["worker"] == "fathom.runtime.sglang_host.worker.FathomWorker"
-    assert engine["attention_backend"] == "fathom.runtime.sglang_host.cpu_attention.CpuAttentionBackend"
+    assert (
+        engine["attention_backend"]
+        == "fathom.runtime.sglang_host.attention.cpu_attention.CpuAttentionBackend"
+    )
     assert engine["bfloat16_products"] is False  # the model is in float32
     assert engine["platform"] == "fathom.runtime.sglang_host.platform.FathomCpuPlatform"
     assert engine["pid"] != server.process.pid

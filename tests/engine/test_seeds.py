@@ -11,7 +11,7 @@ from sglang.srt.layers import sampler
 from sglang.srt.runtime_context import _ConfigBag
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from fathom.runtime.sglang_host import seeds
+from fathom.runtime.sglang_host.sampling import seeds
 
 PROMPT = [17, 33, 250, 12, 99]
 

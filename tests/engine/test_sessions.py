@@ -11,11 +11,11 @@ from sglang.srt.managers import io_struct
 from sglang.srt.session import session_controller
 from waiting import held, slowed, wait_until
 
-from fathom.runtime.sglang_host import sessions as fathom_sessions
-from fathom.runtime.sglang_host.control import failure_of
 from fathom.runtime.sglang_host.scheduler import FathomScheduler
-from fathom.runtime.sglang_host.sessions import MOST_SESSIONS, FathomSessions
-from fathom.server.errors import ControlError
+from fathom.runtime.sglang_host.scheduling import sessions as fathom_sessions
+from fathom.runtime.sglang_host.scheduling.control import failure_of
+from fathom.runtime.sglang_host.scheduling.sessions import MOST_SESSIONS, FathomSessions
+from fathom.server.answers.errors import ControlError
 from fathom.server.tokenizer_manager import FathomTokenizerManager
 
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "20000")

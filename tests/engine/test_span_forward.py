@@ -19,12 +19,13 @@ from fathom.runtime.config import POLICY_KEY, Policy
 from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
-from fathom.runtime.sglang_host import passes, requests
-from fathom.runtime.sglang_host.compression import Compression, CompressionStep
-from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
-from fathom.runtime.sglang_host.kept_prefill import KeptForward
-from fathom.runtime.sglang_host.span_attention import KeysStored, SpanAttentionBackend
-from fathom.runtime.sglang_host.spans import SpanForward
+from fathom.runtime.sglang_host import requests
+from fathom.runtime.sglang_host.attention.span_attention import KeysStored, SpanAttentionBackend
+from fathom.runtime.sglang_host.memory.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host.step import passes
+from fathom.runtime.sglang_host.step.compression import Compression, CompressionStep
+from fathom.runtime.sglang_host.step.kept_prefill import KeptForward
+from fathom.runtime.sglang_host.step.spans import SpanForward
 from fathom.runtime.specprefill.select import select_prompt
 
 LAYERS, SPAN, TSP, CUTOFF = 8, 2, 4, 6

@@ -9,8 +9,8 @@ import torch
 from sglang.srt.models.llama import LlamaModel
 from sglang.srt.utils.offloader import OffloaderV1
 
-from fathom.runtime.sglang_host import split_prefill
-from fathom.runtime.sglang_host.split_prefill import SplitPrefill
+from fathom.runtime.sglang_host.models import split_prefill
+from fathom.runtime.sglang_host.models.split_prefill import SplitPrefill
 
 LAYERS = 5
 

@@ -10,7 +10,7 @@ import pytest
 from torch import distributed
 from transformers import AutoTokenizer
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -18,7 +18,8 @@ from sglang.srt.managers import schedule_batch  # noqa: E402
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 
-from fathom.runtime.sglang_host import devices, stop_patterns  # noqa: E402
+from fathom.runtime.sglang_host.machine import devices  # noqa: E402
+from fathom.runtime.sglang_host.sampling import stop_patterns  # noqa: E402
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "demo/models/target")
 FOR_EVER = "(.|..)+[\x00\x01]$"

@@ -6,8 +6,8 @@ import pytest
 
 from fathom.runtime.config import POLICY_KEY
 from fathom.runtime.ledger import RequestLedger
-from fathom.runtime.sglang_host import streamer
-from fathom.runtime.sglang_host.streamer import FathomOutputStreamer
+from fathom.runtime.sglang_host.reports import streamer
+from fathom.runtime.sglang_host.reports.streamer import FathomOutputStreamer
 
 
 class Request:

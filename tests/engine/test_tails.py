@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from fathom.runtime.kv.memory import Growth
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host import kv_allocator
-from fathom.runtime.sglang_host.kv_allocator import DepthAllocator
-from fathom.runtime.sglang_host.tails import Tails
+from fathom.runtime.sglang_host.memory import kv_allocator
+from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
+from fathom.runtime.sglang_host.memory.tails import Tails
 
 SPANS, WIDTH = 3, 40
 

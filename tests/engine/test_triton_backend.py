@@ -13,10 +13,11 @@ from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host import passes, triton_attention
-from fathom.runtime.sglang_host.decode_graphs import DecodeGraphRunner
-from fathom.runtime.sglang_host.draft_attention import Captured, TritonDraftBackend
-from fathom.runtime.sglang_host.draft_graphs import DraftGraphRunner
+from fathom.runtime.sglang_host.attention import triton_attention
+from fathom.runtime.sglang_host.draft.draft_attention import Captured, TritonDraftBackend
+from fathom.runtime.sglang_host.draft.draft_graphs import DraftGraphRunner
+from fathom.runtime.sglang_host.step import passes
+from fathom.runtime.sglang_host.step.decode_graphs import DecodeGraphRunner
 
 ROWS, LONGEST, SPANS, HEADS, KV_HEADS, DIM = 8, 64, 2, 4, 2, 16
 

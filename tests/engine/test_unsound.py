@@ -9,7 +9,7 @@ import torch
 from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 
-from fathom.runtime.sglang_host import unsound
+from fathom.runtime.sglang_host.sampling import unsound
 
 POISON = 7
 """A token whose embedding is none."""

@@ -15,9 +15,9 @@ from fathom.runtime.kv.audit import check
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch, Views
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host import compression
-from fathom.runtime.sglang_host.compression import Compression, CompressionStep, selectors
-from fathom.runtime.sglang_host.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host.memory.hidden_buffer import HiddenBuffer
+from fathom.runtime.sglang_host.step import compression
+from fathom.runtime.sglang_host.step.compression import Compression, CompressionStep, selectors
 from fathom.runtime.staircase import Work
 
 LAYERS, HEADS, KV_HEADS, DIM, SCALE, TSP = 4, 4, 2, 16, 0.25, 2

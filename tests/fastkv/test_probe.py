@@ -12,8 +12,8 @@ from oracles.compressed_model import CompressedModel
 from fathom.benchmarks import calibrate
 from fathom.runtime.fastkv.config import FastKVConfig
 from fathom.runtime.fastkv.probe import Probe, stack
-from fathom.server.checks import StartError
-from fathom.server.profile import Profile
+from fathom.server.command.checks import StartError
+from fathom.server.command.profile import Profile
 
 
 def test_final_states_are_the_oracles(tiny_model):

@@ -13,7 +13,7 @@ from greedy import TOLERANCE
 from oracles import combined
 
 from fathom.runtime.specprefill.config import PROTECTED
-from fathom.server.spans import find_spans
+from fathom.server.requests.spans import find_spans
 
 TOO_LONG = ("KV pages", "context length", "longer than", "maximum allowed length")
 """Words of the refusals of a prompt that never fits."""

@@ -228,7 +228,7 @@ DISPATCH = """
     from sglang.srt.layers import activation, layernorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
-    from fathom.runtime.sglang_host import cpu_ops
+    from fathom.runtime.sglang_host.layers import cpu_ops
 
     torch.manual_seed(0)
     x, residual, wide = torch.randn(3, 5, 64)[:2].unbind() + (torch.randn(5, 128),)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fathom.runtime import control_groups
-from fathom.server import cpu_quota
+from fathom.server.command import cpu_quota
 
 V1 = "4:memory:/a\n3:cpu,cpuacct:/a/b\n"
 CASES = {

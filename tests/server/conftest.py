@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fathom.server.context import CURRENT, Face
 from fathom.server.middleware import PolicyMiddleware
+from fathom.server.requests.context import CURRENT, Face
 
 REPORT = {
     "prompt_tokens": 10,

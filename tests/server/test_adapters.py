@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from fathom.server.adapters import Adapters, Unloaded, adapter_of
+from fathom.server.requests.adapters import Adapters, Unloaded, adapter_of
 from fathom.server.tokenizer_manager import FathomTokenizerManager
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fathom.server.admission import CLIENT_CLOSED_REQUEST, AdmissionMiddleware, Gate
+from fathom.server.requests.admission import CLIENT_CLOSED_REQUEST, AdmissionMiddleware, Gate
 
 CHAT, GENERATE, MESSAGES = "/v1/chat/completions", "/generate", "/v1/messages"
 

@@ -15,9 +15,9 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from waiting import one_of_three
 
 from fathom.runtime.config import Policy
-from fathom.server import aside
-from fathom.server.context import CURRENT, RequestContext
-from fathom.server.ollama import FathomOllamaServing
+from fathom.server.api.ollama import FathomOllamaServing
+from fathom.server.requests import aside
+from fathom.server.requests.context import CURRENT, RequestContext
 
 PADDING = "x" * aside.LONG
 REPLACED = {

@@ -8,7 +8,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from fathom.server import bounds
+from fathom.server.requests import bounds
 
 VOCABULARY = 2048
 LEGAL = [

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.server import checks
-from fathom.server.checks import StartError
+from fathom.server.command import checks
+from fathom.server.command.checks import StartError
 
 ENVIRONMENT = [*checks.REFUSED_ENVIRONMENT, checks.CPU_ENGINE]
 

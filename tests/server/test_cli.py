@@ -13,9 +13,11 @@ import pytest
 
 from fathom.benchmarks.servers import free_port
 from fathom.runtime.config import Limits, PolicyError, without_draft
-from fathom.runtime.sglang_host import engine_args, torchvision_ops
-from fathom.server import checks, cli, command_line, depth_pages, serve
-from fathom.server.checks import StartError
+from fathom.runtime.sglang_host import engine_args
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server import cli, serve
+from fathom.server.command import checks, command_line, depth_pages
+from fathom.server.command.checks import StartError
 
 
 def fathom(*arguments, start=("-m", "fathom.server.cli"), **environment):

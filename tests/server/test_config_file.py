@@ -6,7 +6,8 @@ import json
 import pytest
 
 from fathom.runtime.sglang_host import engine_args
-from fathom.server import checks, cli, command_line, config_file
+from fathom.server import cli
+from fathom.server.command import checks, command_line, config_file
 
 MODEL = str(checks.demo_model())
 

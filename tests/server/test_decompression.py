@@ -8,7 +8,7 @@ import zstandard
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from fathom.server import decompression
+from fathom.server.requests import decompression
 
 LIMIT = 1 << 20
 

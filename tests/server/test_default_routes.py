@@ -7,7 +7,7 @@ from noisy import draft_flags, noisy_copy
 
 from fathom.runtime.config import Policy
 from fathom.runtime.specprefill.config import PROTECTED
-from fathom.server.context import CURRENT, Face
+from fathom.server.requests.context import CURRENT, Face
 from fathom.server.routes import (
     CORPUS_ROUTES,
     GENERATES,

@@ -10,8 +10,9 @@ import pytest
 import transformers
 from sglang.srt.configs.model_config import ModelConfig
 
-from fathom.server import checks, command_line, depth_pages, ending, serve
-from fathom.server.checks import StartError
+from fathom.server import ending, serve
+from fathom.server.command import checks, command_line, depth_pages
+from fathom.server.command.checks import StartError
 
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 100}
 MODELS = {

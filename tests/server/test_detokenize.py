@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from transformers import ByT5Tokenizer  # noqa: E402
 
-from fathom.runtime.sglang_host.detokenizer import known_ids  # noqa: E402
-from fathom.server.detokenize import FathomDetokenize  # noqa: E402
+from fathom.runtime.sglang_host.reports.detokenizer import known_ids  # noqa: E402
+from fathom.server.api.detokenize import FathomDetokenize  # noqa: E402
 from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 MOST = (1 << 32) - 1

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime.config import Policy
-from fathom.server.context import CURRENT, RequestContext
-from fathom.server.echo import EventEcho, with_stop
+from fathom.server.answers.echo import EventEcho, with_stop
+from fathom.server.requests.context import CURRENT, RequestContext
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, GENERATION_ROUTES, MESSAGES, RESPONSES
 
 

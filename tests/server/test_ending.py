@@ -70,7 +70,7 @@ def test_a_thread_that_finds_its_folder_gone_is_no_trouble():
 FORK = """
 import os, sys
 from types import SimpleNamespace
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 torchvision_ops.declare()
 from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from fathom.server import children, ending

@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
 
-from fathom.server import errors
-from fathom.server.context import Face
-from fathom.server.errors import clean, describe
+from fathom.server.answers import errors
+from fathom.server.answers.errors import clean, describe
 from fathom.server.middleware import PolicyMiddleware
 from fathom.server.quiet import on_one_line, without_traceback
+from fathom.server.requests.context import Face
 from fathom.server.routes import CHAT, COMPLETIONS, GENERATE, RESPONSES
 
 

@@ -13,8 +13,9 @@ from fathom.runtime.fastkv.step import propagation_step, retention
 from fathom.runtime.plan import build
 from fathom.runtime.specprefill.step import config_of as specprefill_config
 from fathom.runtime.specprefill.step import step as specprefill_step
-from fathom.server import cli, picture
-from fathom.server.picture import Stair, Staircase
+from fathom.server import cli
+from fathom.server.page import picture
+from fathom.server.page.picture import Stair, Staircase
 
 SMALL = {
     "num_hidden_layers": 4,

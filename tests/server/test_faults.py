@@ -26,9 +26,9 @@ from fastapi import FastAPI
 from waiting import held, wait_until
 
 from fathom.runtime.config import SPECS
-from fathom.server import errors
-from fathom.server.context import Face
+from fathom.server.answers import errors
 from fathom.server.middleware import PolicyMiddleware
+from fathom.server.requests.context import Face
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, GENERATE = "/v1/responses", "/v1/messages", "/generate"

@@ -6,7 +6,7 @@ import pytest
 from conftest import DEMO_TARGET
 
 from fathom.server import cli
-from fathom.server.files import CHAT_MEMBERS, COMPLETION_MEMBERS, Files
+from fathom.server.command.files import CHAT_MEMBERS, COMPLETION_MEMBERS, Files
 
 CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from fathom.runtime.config import POLICY_KEY, PROTECTED_KEY, Policy
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.context import CURRENT, RequestContext
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.requests.context import CURRENT, RequestContext
 from fathom.server.routes import GENERATE, MESSAGES
 
 torchvision_ops.declare()

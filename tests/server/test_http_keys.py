@@ -13,8 +13,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import auth
 from starlette.routing import WebSocketRoute
 
-from fathom.runtime.sglang_host import redact
-from fathom.server import keys
+from fathom.runtime.sglang_host.reports import redact
+from fathom.server.requests import keys
 from fathom.server.routes import CHAT, MESSAGES, error_body
 
 ADMIN_KEY = "of the operator"

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments  # noqa: E402
 
-from fathom.server.tool_calls import whole_calls, without_halves  # noqa: E402
+from fathom.server.tools.tool_calls import whole_calls, without_halves  # noqa: E402
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PARAMETERS = {"type": "object", "properties": {"box": {"enum": ["red", "blue"]}}, "required": ["box"]}

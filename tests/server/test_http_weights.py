@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
-from fathom.runtime.sglang_host import weight_files
-from fathom.server import quantized
-from fathom.server.checks import StartError
+from fathom.runtime.sglang_host.models import weight_files
+from fathom.server.command import quantized
+from fathom.server.command.checks import StartError
 
 PROMPT = list(range(300, 340))
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.labels import OTHER, endpoint_of
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.telemetry.labels import OTHER, endpoint_of
 
 torchvision_ops.declare()
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 
-from fathom.runtime.sglang_host import priorities  # noqa: E402
-from fathom.runtime.sglang_host.priorities import FirstValues  # noqa: E402
+from fathom.runtime.sglang_host.scheduling import priorities  # noqa: E402
+from fathom.runtime.sglang_host.scheduling.priorities import FirstValues  # noqa: E402
 from fathom.server.tokenizer_manager import MOST_VALUES, FathomTokenizerManager  # noqa: E402
 
 APP = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime.config import Limits, Policy
-from fathom.server import live
-from fathom.server.admission import Gate
-from fathom.server.context import Face
-from fathom.server.history import REMEMBERED, SECONDS, Finished, History, quantile, ratio
-from fathom.server.html import el, join
+from fathom.server.page import live
+from fathom.server.page.html import el, join
+from fathom.server.requests.admission import Gate
+from fathom.server.requests.context import Face
+from fathom.server.telemetry.history import REMEMBERED, SECONDS, Finished, History, quantile, ratio
 
 EVIL = "<script>alert('x')</script>\"&"
 REPORT = {

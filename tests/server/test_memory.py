@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
-from fathom.runtime.sglang_host.cpu_linear import multiplies_bfloat16  # noqa: E402
+from fathom.runtime.sglang_host.layers.cpu_linear import multiplies_bfloat16  # noqa: E402
 from fathom.server.serve import ONEDNN_CACHES, PRODUCTS_KEPT  # noqa: E402
 
 # As the server does it: PyTorch is there before the variables are.

@@ -9,9 +9,9 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from fathom.runtime.config import Policy
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server import messages
-from fathom.server.context import CURRENT, RequestContext
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.api import messages
+from fathom.server.requests.context import CURRENT, RequestContext
 from fathom.server.routes import CHAT, MESSAGES
 
 torchvision_ops.declare()

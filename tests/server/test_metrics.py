@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from fathom.runtime import ledger
-from fathom.server.metrics import OUTCOMES, Account, RequestMetrics, outcome_of
+from fathom.server.telemetry.metrics import OUTCOMES, Account, RequestMetrics, outcome_of
 
 BY_REPORT = {
     "fathom:request_kept_tokens_total": "kept_tokens",

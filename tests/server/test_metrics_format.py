@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, Counter, make_asgi_app
 
-from fathom.server.metrics import Scrapes
+from fathom.server.telemetry.metrics import Scrapes
 
 # What Prometheus 2 and 3 ask for, and a browser.
 ACCEPT = [

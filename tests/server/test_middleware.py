@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fathom.runtime.config import Policy
-from fathom.server.admission import AdmissionMiddleware, Gate
-from fathom.server.context import CURRENT, Face, merge
-from fathom.server.echo import splice
+from fathom.server.answers.echo import splice
+from fathom.server.requests.admission import AdmissionMiddleware, Gate
+from fathom.server.requests.context import CURRENT, Face, merge
 from fathom.server.routes import (
     CHAT,
     COMPLETIONS,

@@ -3,7 +3,7 @@
 import pytest
 from streams import choices_of
 
-from fathom.server.offsets import AROUND, Places
+from fathom.server.answers.offsets import AROUND, Places
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "any", "prompt": "The key of", "temperature": 0, "logprobs": 1, "max_tokens": 40}

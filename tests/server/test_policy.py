@@ -13,7 +13,7 @@ from fathom.runtime import config
 from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
 from fathom.runtime.specprefill.config import PROTECTABLE
-from fathom.server import flags
+from fathom.server.command import flags
 
 ALL = frozenset({"SpecPrefill", "SPEED", "FastKV", "SFI", "drafting"})
 LIMITS = Limits(layers=16, span=4, sfi_selected=500)

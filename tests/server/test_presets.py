@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from fathom.runtime.config import CUSTOM, SPECS, Limits, Policy, PolicyError, choose, describe_presets
 from fathom.runtime.plan import choose_span, choose_tsp_layer
 from fathom.runtime.presets import PRESETS, boundary
-from fathom.server.checks import StartError
-from fathom.server.context import Face, RequestContext
-from fathom.server.profile import Profile
+from fathom.server.command.checks import StartError
+from fathom.server.command.profile import Profile
+from fathom.server.requests.context import Face, RequestContext
 
 LIMITS = Limits(16, 4, {}, 8)
 TURBO = PRESETS["turbo"]

@@ -6,7 +6,7 @@ import json
 import pytest
 from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
 
-from fathom.runtime.sglang_host.profiles import one_by_one
+from fathom.runtime.sglang_host.reports.profiles import one_by_one
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from fathom.runtime.config import Policy
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 from fathom.runtime.specprefill.config import PROTECTED
-from fathom.server import protect
-from fathom.server.checks import demo_model
-from fathom.server.context import CURRENT, Conversation, RequestContext
-from fathom.server.protect import as_sent, protected
+from fathom.server.command.checks import demo_model
+from fathom.server.requests import protect
+from fathom.server.requests.context import CURRENT, Conversation, RequestContext
+from fathom.server.requests.protect import as_sent, protected
 
 
 class Message:

@@ -8,8 +8,9 @@ import torch
 from sglang.srt import utils
 from sglang.srt.configs.model_config import ModelConfig
 
-from fathom.server import checks, command_line, depth_pages, quantized, serve
-from fathom.server.checks import StartError
+from fathom.server import serve
+from fathom.server.command import checks, command_line, depth_pages, quantized
+from fathom.server.command.checks import StartError
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 3, "group_size": 64, "sym": True, "desc_act": False}

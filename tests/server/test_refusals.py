@@ -7,11 +7,11 @@ import pytest
 from envelopes import message_of
 
 from fathom.runtime.config import Limits, Policy, without_draft
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.applied_policy import constrain, refuse_prompt_outputs
-from fathom.server.context import Face
-from fathom.server.refusals import FORMS as FORMS_OF_ANSWERS
-from fathom.server.refusals import PASSED_OVER, READS
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.requests.applied_policy import constrain, refuse_prompt_outputs
+from fathom.server.requests.context import Face
+from fathom.server.requests.refusals import FORMS as FORMS_OF_ANSWERS
+from fathom.server.requests.refusals import PASSED_OVER, READS
 from fathom.server.routes import (
     CHAT,
     COMPLETIONS,

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.server import request_ids
+from fathom.server.requests import request_ids
 
 app = FastAPI()
 request_ids.install(app)

@@ -9,7 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 from starlette.exceptions import HTTPException
 
-from fathom.server import responses
+from fathom.server.api import responses
 
 
 async def create(self, request, raw_request=None):

@@ -5,7 +5,7 @@ import json
 import sentencepiece
 from transformers import AutoTokenizer
 
-from fathom.server import checks
+from fathom.server.command import checks
 
 TEXTS = [
     "The code of Lena is 1574.",

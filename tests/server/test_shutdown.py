@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.admission import Gate
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.requests.admission import Gate
 
 torchvision_ops.declare()
 

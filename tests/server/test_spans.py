@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from fathom.runtime.specprefill.config import PROTECTABLE, PROTECTED, SYSTEM, TOOL_RESULTS, TOOLS, USER
-from fathom.server import spans
-from fathom.server.spans import HEADER, find_spans
+from fathom.server.requests import spans
+from fathom.server.requests.spans import HEADER, find_spans
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "models" / "target"
 DEMO = (MODEL / "chat_template.jinja").read_text()

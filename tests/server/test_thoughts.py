@@ -2,14 +2,14 @@
 
 import pytest
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from sglang.srt.parser.reasoning_parser import ReasoningParser  # noqa: E402
 from streams import cut  # noqa: E402
 
-from fathom.server import thoughts  # noqa: E402
+from fathom.server.answers import thoughts  # noqa: E402
 
 COHERE = "cohere_command4"
 TEXTS = (

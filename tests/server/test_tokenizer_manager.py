@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.cache_key import cache_key
 from fathom.runtime.config import Policy
-from fathom.runtime.sglang_host import torchvision_ops
-from fathom.server.context import Face, RequestContext
-from fathom.server.metrics import Account, outcome_of
+from fathom.runtime.sglang_host.machine import torchvision_ops
+from fathom.server.requests.context import Face, RequestContext
+from fathom.server.telemetry.metrics import Account, outcome_of
 
 torchvision_ops.declare()
 
 from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: E402
 
 from fathom.server import tokenizer_manager as ours  # noqa: E402
-from fathom.server.applied_policy import apply_policy, refuse_prompt_outputs  # noqa: E402
+from fathom.server.requests.applied_policy import apply_policy, refuse_prompt_outputs  # noqa: E402
 from fathom.server.tokenizer_manager import FathomTokenizerManager  # noqa: E402
 
 EXACT = Policy()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -21,7 +21,7 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser  # 
 from sglang.srt.function_call.mistral_detector import MistralDetector  # noqa: E402
 from sglang.srt.function_call.pythonic_detector import PythonicDetector  # noqa: E402
 
-from fathom.server import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
+from fathom.server.tools import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
 
 HALF = re.compile(r"\\u[dD][89abAB]..(\\(u([dD](.(.)?)?)?)?)?$")
 """The begin of a character that JSON may write as two: SGLang reads half of it, and we nothing."""

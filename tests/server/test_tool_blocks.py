@@ -9,14 +9,14 @@ import tool_forms
 from streams import cut
 from tool_forms import CALLS, FORMS, OTHERS
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 
-from fathom.server import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
+from fathom.server.tools import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
 
 TYPES = {"a": "string", "b": "integer", "c": "array", "d": "object", "e": "boolean", "f": "number"}
 SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}

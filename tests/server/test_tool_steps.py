@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.runtime.sglang_host import torchvision_ops
+from fathom.runtime.sglang_host.machine import torchvision_ops
 
 torchvision_ops.declare()
 
@@ -17,7 +17,7 @@ from sglang.srt.function_call.core_types import ToolCallItem  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 from sglang.srt.function_call.json_array_parser import JsonArrayParser  # noqa: E402
 
-from fathom.server import tool_steps  # noqa: E402
+from fathom.server.tools import tool_steps  # noqa: E402
 
 CALLS = [("weather", {"city": "Delhi", "days": [1, 2]}), ("time", {}), ("weather", {"city": 'a "b" [c], {d'})]
 FORMS = {

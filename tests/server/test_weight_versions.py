@@ -2,7 +2,7 @@
 
 import pytest
 
-from fathom.server.weight_versions import metadata_of
+from fathom.server.api.weight_versions import metadata_of
 
 FIRST, SECOND = ({"version": name, "start": at, "end": at + 4} for at, name in ((0, "a"), (4, "b")))
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.runtime.sglang_host.draft_attention import Captured
-from fathom.runtime.sglang_host.draft_model import SCRATCH_SLOTS
-from fathom.runtime.sglang_host.lookahead import Prompt, groups, look_ahead
+from fathom.runtime.sglang_host.draft.draft_attention import Captured
+from fathom.runtime.sglang_host.draft.draft_model import SCRATCH_SLOTS
+from fathom.runtime.sglang_host.draft.lookahead import Prompt, groups, look_ahead
 
 VOCABULARY, END = 50, 49
 

@@ -1,0 +1,39 @@
+"""The seams of models whose layers are run a few at a time though SGLang cannot: see ``split_prefill.py``.
+
+They are checked when such a model is served, not at each start: a row means that its module is imported.
+"""
+
+from fathom.runtime.sglang_host.seams.seam import Seam, reads_attributes, relies_on
+
+NO_ROLE = ""
+WHY = "layers are run a few at a time, between which rows are chosen"
+
+# By architecture: module, prefix of the classes, and what a layer is given and returns besides hidden states.
+_FAMILIES = {
+    "ArceeForCausalLM": ("models.arcee", "Arcee", " residual"),
+    "Glm4MoeForCausalLM": ("models.glm4_moe", "Glm4Moe", " residual"),
+    "GraniteForCausalLM": ("models.granite", "Granite", " residual"),
+    "GraniteMoeForCausalLM": ("models.granitemoe", "GraniteMoe", ""),
+    "MixtralForCausalLM": ("models.mixtral", "Mixtral", " residual"),
+    "Olmo2ForCausalLM": ("models.olmo2", "Olmo2", ""),
+    "OlmoeForCausalLM": ("models.olmoe", "Olmoe", " residual"),
+    "Starcoder2ForCausalLM": ("models.starcoder2", "Starcoder2", ""),
+}
+
+
+_MODULES = "apertus gemma glm4 llama qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe spark2_5"
+CHECKED = frozenset(f"sglang.srt.models.{name}" for name in _MODULES.split())
+"""Modules whose models are the same a few layers at a time as all at once: by answers; qwen2_moe, sarvam_moe and
+spark2_5 by their code. By theirs, exaone4, gemma2 and gemma3_causal are not."""
+
+
+def _seams_of(module: str, prefix: str, more: str) -> tuple[Seam, ...]:
+    inputs = "positions hidden_states forward_batch" + more
+    return (
+        relies_on(NO_ROLE, f"{module}:{prefix}DecoderLayer.forward", "replace", WHY, inputs),
+        relies_on(NO_ROLE, f"{module}:{prefix}Model.forward", "call", WHY, None, reads_attributes("layers")),
+    )
+
+
+SEAMS_BY_ARCHITECTURE = {name: _seams_of(*family) for name, family in _FAMILIES.items()}
+SPLIT_SEAMS = tuple(seam for seams in SEAMS_BY_ARCHITECTURE.values() for seam in seams)

@@ -1,0 +1,68 @@
+"""The seams of weights: how they are read, and changed while the server runs."""
+
+from fathom.runtime.sglang_host.seams.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+
+FILES = "source resolved_source startup_prefetch_started startup_prefetch_active"
+
+WEIGHT_SEAMS: tuple[Seam, ...] = (
+    *(
+        relies_on(
+            SCHEDULER,
+            f"managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.{method}",
+            "read",
+            "waits for the other processes before it answers: one in which it fails has to meet them",
+            "recv_req",
+            reads_attributes("barrier tp_cpu_group"),
+        )
+        for method in ("update_weights_from_tensor", "update_weights_from_ipc")
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_loader.loader:DefaultModelLoader._get_weights_iterator",
+        "override",
+        "every checkpoint that is loaded is looked at first; nothing was changed yet",
+        FILES,
+        reads_attributes("_prepare_weights model_or_path revision fall_back_to_pt allow_patterns_overrides"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_loader.loader:DefaultModelLoader._prepare_weights",
+        "call",
+        "the files of a checkpoint",
+        "model_name_or_path revision fall_back_to_pt allow_patterns_overrides",
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_loader.loader:DefaultModelLoader.ResolvedSource",
+        "read",
+        "the files of a checkpoint that SGLang has looked up before",
+        None,
+        lambda c: "weight_files" in c.__dataclass_fields__,
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_loader.loader:DefaultModelLoader.Source",
+        "read",
+        "says which model a checkpoint is for, and so whether that one is quantized, and of which shapes",
+        None,
+        lambda c: "model_config" in c.__dataclass_fields__,
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_executor.model_runner_components.weight_updater:WeightUpdater.update_weights_from_disk",
+        "read",
+        "what it raises before the first weight is read is an answer, and the old weights stay",
+        "model_path load_format weight_name_filter recapture_cuda_graph",
+        lambda f: (
+            {"_get_weights_iterator", "init_new"}
+            <= {name for code in f.__code__.co_consts if hasattr(code, "co_names") for name in code.co_names}
+        ),
+    ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "model_loader.weight_utils:filter_duplicate_safetensors_files",
+        "call",
+        "which of a folder's files are the model's",
+        "hf_weights_files hf_folder index_file allow_patterns",
+    ),
+)
