@@ -79,9 +79,6 @@ class FathomCudaPlatform(CudaDeviceMixin, DepthPagePlatform):
 
         return DecodeGraphRunner
 
-    def support_piecewise_cuda_graph(self) -> bool:
-        return False
-
     def get_torch_profiler_activity_str(self) -> str:
         return "CUDA"
 

@@ -272,7 +272,7 @@ INSTALL = """
     assert here.get_mha_kv_pool_cls() is DepthKvPool and here.get_paged_allocator_cls() is DepthAllocator
     assert here.is_out_of_tree() and here.get_dispatch_key_name() == "cuda"
     assert here.get_graph_runner_cls() is decode_graphs.DecodeGraphRunner
-    assert here.support_cuda_graph() and not here.support_piecewise_cuda_graph()
+    assert here.support_cuda_graph()
     assert (LAYOUT.used, LAYOUT.span) == (True, 2)
     assert flashinfer_prefill.OPTIONS.prefill == "triton"
     assert registry.default_radix_cache_factory is kv_tree.factory

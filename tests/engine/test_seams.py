@@ -26,11 +26,13 @@ def test_row_resolves(seam):
     assert seam.why
 
 
-def test_every_place_that_the_server_takes_has_a_row():
+def test_every_place_of_sglang_that_is_taken_has_a_row():
     run = subprocess.run([sys.executable, TESTS / "replaced.py"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]
-    taken, without = json.loads(run.stdout.splitlines()[-1])
-    assert taken > 50 and without == []
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert {what: without for what, (_, without) in told.items()} == {what: [] for what in told}
+    least = {"overrides": 100, "server": 50, "scheduler": 20}
+    assert told.keys() == least.keys() and all(told[what][0] > number for what, number in least.items())
 
 
 def test_every_role_has_rows():

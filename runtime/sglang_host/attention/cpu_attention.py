@@ -257,6 +257,3 @@ class CpuAttentionBackend(SpanAttentionBackend):
         if "write" not in span_view.cache:
             span_view.cache["write"] = torch.from_numpy(span_view.write)
         return span_view.cache["write"]
-
-    def support_triton(self) -> bool:
-        return False

@@ -129,6 +129,13 @@ LORA_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "managers.tokenizer_control_mixin:TokenizerControlMixin.load_lora_adapter_from_tensors",
+        "override",
+        "a name that no adapter can have is refused; one that requests brought back makes room",
+        "obj _",
+    ),
+    relies_on(
+        SERVER,
         "managers.tokenizer_control_mixin:TokenizerControlMixin.unload_lora_adapter",
         "override",
         "requests may bring back what was unloaded, in whose place another is loaded",
@@ -177,17 +184,22 @@ LORA_SEAMS: tuple[Seam, ...] = (
         SCHEDULER,
         "lora.backend.base_backend:BaseLoRABackend",
         "subclass",
-        "a backend has these methods, and layers ask whether a pass has adapters at all",
-        check=lambda c: (
-            {"validate_lora_targets", "reset_batch_state", "_get_lm_head_pass_segments"} <= set(dir(c))
-            and c.skip_inactive_lora_batches is False
-        ),
+        "a backend has these methods",
+        check=lambda c: {"reset_batch_state", "_get_lm_head_pass_segments"} <= set(dir(c)),
+    ),
+    relies_on(
+        SCHEDULER,
+        "lora.backend.base_backend:BaseLoRABackend.skip_inactive_lora_batches",
+        "override",
+        "layers ask whether a pass has adapters at all",
+        check=lambda default: default is False,
     ),
     *(
         relies_on(
             SCHEDULER, f"lora.backend.base_backend:BaseLoRABackend.{method}", "override", why, parameters
         )
         for method, why, parameters in (
+            ("validate_lora_targets", "adapters of experts are refused", "base_model target_modules"),
             (
                 "prepare_lora_batch",
                 "whose the rows of a pass are",
