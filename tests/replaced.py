@@ -1,6 +1,7 @@
 """Run by itself: what of SGLang's gives way to ours and has no row in the seam ledger, as JSON.
 
-``server`` and ``scheduler``: how many places these processes take when they begin, and which of them no row names.
+``server``, ``scheduler`` and ``detokenizer``: how many places these processes take when they begin, and which of
+them no row names.
 ``overrides``: how many members of SGLang's classes ours override, and which of them no row names.
 """
 
@@ -19,6 +20,7 @@ torchvision_ops.declare()
 import fathom.runtime  # noqa: E402
 import fathom.server  # noqa: E402
 from fathom.runtime.sglang_host import options, process  # noqa: E402
+from fathom.runtime.sglang_host.reports import detokenizer  # noqa: E402
 from fathom.runtime.sglang_host.seams import seams  # noqa: E402
 from fathom.server import app  # noqa: E402
 
@@ -115,4 +117,5 @@ if __name__ == "__main__":
     unnamed = sorted("|".join(sorted(homes)) for homes in overrides if not homes & known)
     told = {"overrides": (len(overrides), unnamed), "server": taken(seams.SERVER, lambda: app.install(""))}
     told["scheduler"] = taken(seams.SCHEDULER, lambda: process.install(options.EngineOptions()))
+    told["detokenizer"] = taken(seams.DETOKENIZER, detokenizer.install)
     print(json.dumps(told))

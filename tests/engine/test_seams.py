@@ -31,8 +31,8 @@ def test_every_place_of_sglang_that_is_taken_has_a_row():
     assert run.returncode == 0, run.stderr[-2000:]
     told = json.loads(run.stdout.splitlines()[-1])
     assert {what: without for what, (_, without) in told.items()} == {what: [] for what in told}
-    least = {"overrides": 100, "server": 50, "scheduler": 20}
-    assert told.keys() == least.keys() and all(told[what][0] > number for what, number in least.items())
+    least = {"overrides": 100, "server": 50, "scheduler": 20, "detokenizer": 1}
+    assert told.keys() == least.keys() and all(told[what][0] >= number for what, number in least.items())
 
 
 def test_every_role_has_rows():
