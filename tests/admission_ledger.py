@@ -55,7 +55,8 @@ class Ledger:
 
     def left(self):
         """Tokens at all depths, and virtual slots."""
-        slots = self.engine.allocator.virtual_size() + self.engine.tree.evictable_size_
+        leaned = len(self.engine.leaned() & self.engine.cached()[0]) * self.engine.size
+        slots = self.engine.allocator.virtual_size() + max(self.engine.tree.evictable_size_ - leaned, 0)
         return self.pages() // LAYERS * self.engine.size - self.memory, slots - self.slots
 
     def taken(self, req, begin, end):

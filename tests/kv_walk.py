@@ -106,6 +106,25 @@ class Engine:
         """Whether a running request has KV of its own of its prompt, less than all of it."""
         return self.memory.settled(req.kv.req_pool_idx) and self.depths[req.extra_key] > 0
 
+    def leaned(self):
+        """Virtual pages of prompts that drafts read on in, though their requests have copies of what is left."""
+        leaning = [req for req in self.running if self.dropped(req) and req in self.handed_over]
+        pages = [
+            self.slots(req)[: req.kv.cache_protected_len : self.size]
+            for req in leaning
+            if requests.uses_draft(req)
+        ]
+        return {slot // self.size for slots in pages for slot in slots}
+
+    def cached(self):
+        """Virtual pages that the tree has, and those of them that it may let go."""
+        nodes = [
+            (node, [slot // self.size for slot in node.value.tolist()[:: self.size]]) for node in self.nodes()
+        ]
+        return {page for _, pages in nodes for page in pages}, {
+            p for n, pages in nodes if not n.lock_ref for p in pages
+        }
+
     # --- what an engine does ---
 
     def batch(self, reqs, **more):
@@ -173,7 +192,7 @@ class Engine:
             )
             for req, chunk in zip(reqs, chunks, strict=True)
         )
-        virtual = self.allocator.virtual_size() + self.tree.evictable_size_
+        virtual = self.allocator.virtual_size() + len(self.cached()[1] - self.leaned()) * self.size
         if sum(end - begin + self.size for begin, end in chunks) > virtual:
             self.take_back(reqs)
         elif needed > self.memory.pool.free + self.tree.evictable_pages:
@@ -288,7 +307,7 @@ class Engine:
         known = prompt + max(len(req.output_ids) - 1, 0)
         if self.dropped(req) or requests.alternates(req):
             known = prompt
-        gone = self.dropped(req) and not requests.uses_draft(req) and req in self.handed_over
+        gone = self.dropped(req) and req in self.handed_over
         # Nor is there the prompt of who ended as soon as it came back.
         gone |= requests.alternates(req) and length > prompt and req not in self.handed_over
         self.handed_over.discard(req)
@@ -328,9 +347,11 @@ class Engine:
                 self.release(req, True)
         else:
             could = self.tree.evictable_size() + self.allocator.available_size()
+            cached, evictable = self.cached()
+            in_use = self.leaned() & cached - evictable  # counted as if they were not
             if draw.random() < 0.3:
                 self.tree.evict(EvictParams(num_tokens=ALL))
-                assert self.allocator.available_size() == could
+                assert could <= self.allocator.available_size() <= could + len(in_use) * self.size
             else:
                 self.tree.evict(EvictParams(num_tokens=draw.randint(1, 9)))
         for req in [req for req in self.running if len(self.tokens(req)) >= LONGEST - 2]:
@@ -373,7 +394,7 @@ class Engine:
             for at, slot in enumerate(node.value.tolist(), len(before) - len(node.key)):
                 assert self.holds[slot] == (node.key.extra_key, tuple(before[: at + 1]))
         assert self.tree.evictable_per_span.tolist() == evictable.tolist()
-        own = []
+        own, alone = [], self.leaned() - set(cached)
         for req in self.running:
             pages = [slot // size for slot in self.slots(req)[::size]]
             first = req.kv.cache_protected_len // size
@@ -383,8 +404,8 @@ class Engine:
             dropped, drafted = self.dropped(req), requests.uses_draft(req)
             shared = pages[: len(req.origin_input_ids) // size if dropped else None]
             assert not (dropped and req.output_ids and self.backed(pages[first:]).any())
-            held = tables + (0 if dropped and not drafted else int(self.backed(shared).sum()))
-            if not dropped or drafted:
+            held = tables + (0 if dropped else int(self.backed(shared).sum()))
+            if not dropped:
                 assert set(pages[:first]) <= set(cached)
                 assert not req.output_ids or self.allocator.held_pages([req]) == [held]
             else:
@@ -392,11 +413,13 @@ class Engine:
             for at, slot in enumerate(self.slots(req, length)):
                 if at >= len(req.origin_input_ids) or not dropped or drafted:
                     assert self.holds[slot][1] == self.tokens(req)[: at + 1]
-        assert len(own) + len(cached) == len({*own, *cached})
+        assert len(own) + len(cached) + len(alone) == len({*own, *cached, *alone})
+        assert memory.leaners.alone == len(alone) and memory.leaners.cached == len(self.leaned()) - len(alone)
         found = self.allocator.available_size()
         dense = min(self.allocator.virtual_size() // size, memory.pool.free // LAYERS)
         assert found == dense * size  # whole pages
-        assert self.allocator.virtual_size() == (self.allocator.virtual_pages - len(own) - len(cached)) * size
+        taken = len(own) + len(cached) + len(alone)
+        assert self.allocator.virtual_size() == (self.allocator.virtual_pages - taken) * size
         pages = np.array(cached, np.int64)
         found = check(memory.pool, memory.shared, memory.tables, pages, memory.retained)
         assert self.allocator.audit(self.tree.cached_slots()) == found

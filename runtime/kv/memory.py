@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from fathom.runtime.kv.leaners import Leaners
 from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
 from fathom.runtime.kv.prefix import SharedPages
 from fathom.runtime.kv.tables import Tables
@@ -99,6 +100,7 @@ class KvMemory:
         pool, shared, tables: see their modules.
         retained: the tables that take the place of a row's own when retention has filled them: prompt entries that
             stay, then generated tokens. A row is here from its first token until its prompt is complete.
+        leaners: who reads on in virtual pages of the prefix cache.
         owners: by row, for the rows that are open.
         on_close: called with each row that is let go.
     """
@@ -110,9 +112,9 @@ class KvMemory:
         self.shared = SharedPages(self.pool, spans, virtual_pages)
         self.tables = Tables(self.pool, spans)
         self.retained = Tables(self.pool, spans)
+        self.leaners = Leaners(virtual_pages)
         self.owners: dict[int, Owner] = {}
         self.on_close: list[Callable[[int], None]] = []
-        self._leaning: dict[int, int] = {}  # row -> pages
         self._kept: dict[int, dict[int, int]] = {}  # row -> span -> prompt entries that retention keeps
 
     def clear(self) -> None:
@@ -122,7 +124,7 @@ class KvMemory:
         self.tables.clear()
         self.retained.clear()
         self._kept.clear()
-        self._leaning.clear()
+        self.leaners.clear()
         self.owners.clear()
 
     def open(self, row: int, plan: PrefillPlan, prompt_tokens: int) -> None:
@@ -141,7 +143,6 @@ class KvMemory:
         self.tables.release(row)
         self.retained.release(row)
         self._kept.pop(row, None)
-        self._leaning.pop(row, None)
         self.owners.pop(row, None)
         for told in self.on_close:
             told(row)
@@ -192,23 +193,19 @@ class KvMemory:
             and len(owner.plan.compacted_spans(owner.prompt_tokens)) > 0
         )
 
-    def lean(self, row: int, tokens: int) -> None:
-        """A settled row keeps others from evicting the shared KV of its first tokens."""
-        self._leaning[row] = self.owners[row].plan.shared_spans * pages_of(tokens, self.page_size)
-
     def all_held(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """:meth:`held` of each row."""
         size, spans = self.page_size, self.spans
         return [
             spans * pages_of(length, size)
-            if depth == spans and row not in self._kept and row not in self._leaning
+            if depth == spans and row not in self._kept
             else self.held(row, length)
             for row, length, depth in zip(rows, lengths, self.tables.firsts(rows), strict=True)
         ]
 
     def held(self, row: int, length: int) -> int:
         """Physical pages of a row with ``length`` tokens, its part of the prefix cache included."""
-        pages = self.tables.page_count(row) + self._leaning.get(row, 0)
+        pages = self.tables.page_count(row)
         if row in self.retained:
             pages += self.retained.page_count(row)
             length = min(length, self.owners[row].prompt_tokens)

@@ -86,18 +86,17 @@ def check(oracle, prompt, policy, answer, page=1):
     tokens, meta = answer["output_ids"], answer["meta_info"]
     want, seen, kept = oracle(prompt, tokens[:-1], policy)
     check_tokens(answer, want, (len(prompt), policy))
-    report, steps = meta["fathom"], len(tokens) - 1
+    report, drafted = meta["fathom"], bool(policy and policy.get("speculative"))
+    steps = {len(tokens) - 1, len(tokens) - 1 + drafted}  # a draft's last tokens may be in their places
 
     def held(counts):
-        return sum(-(-(count + steps) // page) for count in counts) * page * TOKEN_BYTES
+        return {sum(-(-(count + n) // page) for count in counts) * page * TOKEN_BYTES for n in steps}
 
     assert report["deep_tokens"] == seen[-1] and report["kept_tokens"] == round(sum(seen) / LAYERS)
     assert report["retained_tokens"] == round(sum(kept) / LAYERS)
     assert report["propagated_tokens"] == (seen[TSP] if seen[TSP] < seen[0] else None)
     assert (report["scoring_seconds"] > 0) == (seen[TSP] < seen[0] or sum(kept) < sum(seen))
-    if policy is not None and policy.get("speculative"):
-        return
-    assert report["kv_bytes"] == held(kept) and report["kv_bytes_dense"] == held([len(prompt)] * LAYERS)
+    assert report["kv_bytes"] in held(kept) and report["kv_bytes_dense"] in held([len(prompt)] * LAYERS)
     assert report["kv_bytes_peak"] >= max(report["kv_bytes"], sum(seen) * TOKEN_BYTES)
 
 

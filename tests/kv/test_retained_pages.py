@@ -344,16 +344,14 @@ RetentionMachine.TestCase.settings = settings(max_examples=120, stateful_step_co
 test_retention_machine = pytest.mark.timeout(120)(RetentionMachine.TestCase)
 
 
-def test_a_row_leans_on_the_cache_until_it_is_closed():
-    """Where a draft reads on, the prompt's shared KV stays locked; the row's next owner has none of it."""
+def test_a_settled_row_holds_its_copies_alone():
+    """The prompt's shared KV is the cache's; the row's next owner has none of all this."""
     memory = KvMemory(100, 4, LAYERS, virtual_pages=20)
     memory.open(3, plan(20, 1.0, 0.2, None, 10), 20)
     memory.grow([Growth(3, 0, 20, np.arange(1, 6))])
     assert memory.held(3, 20) == LAYERS * (5 + 1)  # the whole prompt, and room for 4 entries of it
     memory.settle(3)
-    assert memory.held(3, 20) == LAYERS
-    memory.lean(3, 20)
-    assert memory.held(3, 20) == LAYERS * (5 + 1) and memory.settled(3)
+    assert memory.held(3, 20) == LAYERS and memory.settled(3)
     assert memory.shared_spans([3]) == 0
     memory.close(3)
     assert not memory.settled(3) and memory.shared_spans([3]) == LAYERS
@@ -366,11 +364,12 @@ def test_nothing_is_left_when_all_is_forgotten():
     memory = KvMemory(100, 4, LAYERS, virtual_pages=20)
     memory.open(3, plan(20, 0.3, 0.2, 3, 10), 20)
     memory.grow([Growth(3, 0, 20, np.arange(1, 6))])
-    memory.lean(3, 20)
+    memory.leaners.add(3, np.arange(1, 6))
     memory.clear()
     nothing = np.zeros(0, np.int64)
     found = check(memory.pool, memory.shared, memory.tables, nothing, memory.retained)
     assert found.free == found.total == 100 and sum(found.per_span) == 0
+    assert not memory.leaners and memory.leaners.cached == memory.leaners.alone == 0
     assert not memory.owners and len(memory.tables) == len(memory.retained) == 0
     memory.open(3, PrefillPlan(LAYERS, 1), 4)
     assert memory.pending(3) == {} and memory.held(3, 0) == 0

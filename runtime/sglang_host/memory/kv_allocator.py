@@ -47,7 +47,7 @@ class DepthAllocator(TorchPagedAllocator):
         self.virtual_pages = LAYOUT.virtual_slots(kvcache.spans, drafts and on_a_gpu) * size // page_size
         self.memory = KvMemory(pages, page_size, kvcache.spans, self.virtual_pages)
         self.layers, self.span = kvcache.layer_num, kvcache.span
-        self._backed = False
+        self.seeks_slots = False
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
     def clear(self) -> None:
@@ -85,18 +85,18 @@ class DepthAllocator(TorchPagedAllocator):
 
     def available_size(self) -> int:
         """Tokens that can be had now at all depths; while physical pages are seen to, free virtual slots."""
-        if self._backed:
+        if self.seeks_slots:
             return self.virtual_size()
         return min(self.virtual_size(), self.dense_size(self.memory.pool.free))
 
     @contextmanager
     def physical_pages_seen_to(self) -> Iterator[None]:
         """Within it, SGLang's own allocation only asks for virtual slots."""
-        self._backed = True
+        self.seeks_slots = True
         try:
             yield
         finally:
-            self._backed = False
+            self.seeks_slots = False
 
     def make_room(self, tree_cache: Any, pages: int) -> bool:
         """Evict from the prefix cache until ``pages`` physical pages are free; whether they are."""
@@ -147,8 +147,11 @@ class DepthAllocator(TorchPagedAllocator):
     # --- frees ---
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        for ids in page_ids:
-            self.memory.shared.release(ids.cpu().numpy())
+        known = [ids.cpu().numpy() for ids in page_ids]
+        for pages in known:
+            self.memory.shared.release(pages)
+        if leaners := self.memory.leaners:
+            page_ids = tuple(send(leaners.keep(pages), self.device) for pages in known)
         super()._release_page_ids(*page_ids)
 
     def free_known(self, pages: np.ndarray) -> None:

@@ -40,7 +40,7 @@ class DepthInvariantChecker(SchedulerInvariantChecker):
             tree.protected_size_ if tree else 0,
             held_by_sessions,
             allocator.virtual_tokens,
-            uncached,
+            uncached + allocator.memory.leaners.alone * allocator.page_size,
         )
         pool = allocator.memory.pool
         counted = (

@@ -54,7 +54,13 @@ class DepthRadixCache(RadixCache):
         # Together with what is free, so that no page is lost to rounding twice. Tokens may be cached with few pages
         # behind them, or none: then it is virtual slots that can be had back.
         pages = allocator.dense_size(allocator.memory.pool.free + self.evictable_pages)
-        return min(allocator.virtual_size() + self.evictable_size_, pages) - allocator.available_size()
+        return min(allocator.virtual_size() + self.evictable_slots, pages) - allocator.available_size()
+
+    @property
+    def evictable_slots(self) -> int:
+        """Virtual slots that could be had back, at least."""
+        leaned = self.token_to_kv_pool_allocator.memory.leaners.cached * self.page_size
+        return max(self.evictable_size_ - leaned, 0)
 
     # --- requests that hold copies of their own of what is left of their prompt ---
 
@@ -100,10 +106,7 @@ class DepthRadixCache(RadixCache):
         return memory.settled(row) and memory.owners[row].plan.shared_spans > 0
 
     def _leave(self, req: Req) -> None:
-        """Hand the whole prompt's KV to the tree, where it may be evicted from now on: the request has its own.
-
-        A request that is drafted for holds on to it, for the draft's sake.
-        """
+        """Hand the whole prompt's KV to the tree, where it may be evicted from now on: the request has its own."""
         if req in self._left:
             return
         self._left.add(req)
@@ -119,16 +122,13 @@ class DepthRadixCache(RadixCache):
         # The last, partly filled page goes on with generated tokens, and nothing behind it.
         allocator.uncover(slots[len(key) :])
         kv.cache_protected_len = len(key)
-        node = self.root_node
         if uses_draft(req):
             # The draft goes on reading its own KV of the prompt, in the same virtual slots.
             found = self.match_prefix(MatchPrefixParams(key=key))
             slots[:known] = found.device_indices[:known]  # the own ones of what others had left are free
-            node = found.last_device_node
-            self.inc_lock_ref(node)
-            allocator.memory.lean(kv.req_pool_idx, len(key))
+            allocator.memory.leaners.add(kv.req_pool_idx, allocator.virtual_pages_of(slots[: len(key)]))
         self.dec_lock_ref(req.last_node)
-        req.last_node = node
+        req.last_node = self.root_node
 
     def cached_slots(self) -> torch.Tensor:
         """All virtual slots in the tree."""
@@ -187,11 +187,18 @@ class DepthRadixCache(RadixCache):
 
     def evict(self, params: Any) -> Any:
         """SGLang's, which ranks all leaves anew in each call: a full cache of many short prompts is not asked for a
-        few tokens in every decode step, but for a share of it now and then."""
-        pool = self.token_to_kv_pool_allocator.memory.pool
-        before = pool.in_use.copy()
-        at_once = self.evictable_size_ // EVICTIONS
-        result = super().evict(replace(params, num_tokens=max(params.num_tokens, at_once)))
+        few tokens in every decode step, but for a share of it now and then.
+
+        Where virtual slots are asked for, what running requests lean on gives none.
+        """
+        allocator = self.token_to_kv_pool_allocator
+        pool, wanted = allocator.memory.pool, params.num_tokens
+        before, slots = pool.in_use.copy(), allocator.virtual_size()
+        result = super().evict(replace(params, num_tokens=max(wanted, self.evictable_size_ // EVICTIONS)))
+        more = result
+        while allocator.seeks_slots and more.num_tokens_evicted and allocator.virtual_size() - slots < wanted:
+            more = super().evict(replace(params, num_tokens=wanted))
+            result.num_tokens_evicted += more.num_tokens_evicted
         self.evictable_per_span -= before - pool.in_use
         return result
 

@@ -105,13 +105,14 @@ class RowLifetime:
     """
 
     def __init__(self, allocator: DepthAllocator) -> None:
-        self._memory = allocator.memory
+        self._allocator = allocator
         self.dense_capacity = allocator.size
         self.closed: list[Callable[[int], None]] = []
 
     def free(self, row: int) -> None:
         """The request finished, was aborted, or was taken back."""
-        self._memory.close(row)
+        self._allocator.free_known(self._allocator.memory.leaners.remove(row))
+        self._allocator.memory.close(row)
         for tell in self.closed:
             tell(row)
 
@@ -120,7 +121,7 @@ class RowLifetime:
 
     def clear(self) -> None:
         """Every row is free."""
-        for row in list(self._memory.owners):
+        for row in list(self._allocator.memory.owners):
             self.free(row)
 
     def reset_allocator(self) -> None:
@@ -220,7 +221,7 @@ class DepthPrefillAdder(PrefillAdder):
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
         had = self.token_to_kv_pool_allocator.virtual_size()
         if not self.tree_cache.is_chunk_cache():
-            had += self.tree_cache.evictable_size_
+            had += self.tree_cache.evictable_slots
         return had - charged - self._saved_before - self._mixed_slots
 
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
