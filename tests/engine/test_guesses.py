@@ -46,6 +46,20 @@ def test_a_token_that_was_drawn_counts_as_much_as_the_draft_was_sure_of_it():
         assert (evidence.stood, evidence.tried) == pytest.approx((kept * EXPECTED + 2, kept + 2))
 
 
+@pytest.mark.parametrize("overflown", [float("nan"), float("inf")])
+def test_a_draft_that_overflows_leaves_the_evidence_of_all_requests_what_it_was(overflown):
+    """No number would ever be one again after it, for as long as the engine runs."""
+    logits = torch.tensor([[0.0, overflown, 5.0], [0.0, 5.0, 1.0]])
+    (guesses,) = _guesses([(request(1.0), 2)], logits)
+    sure = torch.softmax(torch.tensor([[0.0, 0.0, 5.0], [0.0, 5.0, 1.0]]), -1).amax(-1).tolist()
+    assert [guess.token for guess in guesses] == [2, 1]
+    assert [guess.sure for guess in guesses] == pytest.approx(sure)
+    side = DraftSide(SimpleNamespace(step_cost=lambda: 0.5), torch.zeros(1, 1))
+    pace = Pace(4, side.cost, side.evidence)
+    draft_side._learn(pace, guesses, [0, 0])
+    assert pace.shared is side.evidence and 0 < pace.shared.acceptance < EXPECTED
+
+
 def test_the_operators_cost_stands_for_the_estimate(monkeypatch):
     model = SimpleNamespace(step_cost=lambda: 0.4)
     for cost, used in ((None, 0.4), (0.0, 0.0), (0.7, 0.7)):

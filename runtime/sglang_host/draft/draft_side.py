@@ -17,7 +17,7 @@ from fathom.runtime.sglang_host.draft.draft_attention import Captured
 from fathom.runtime.sglang_host.draft.draft_model import DraftModel, Read
 from fathom.runtime.sglang_host.draft.lookahead import Prompt, groups, look_ahead
 from fathom.runtime.sglang_host.machine import devices
-from fathom.runtime.sglang_host.step.rows import drafts, fetched, is_greedy
+from fathom.runtime.sglang_host.step.rows import drafts, fetched, is_greedy, without_overflow
 from fathom.runtime.specprefill.select import Selection, select_prompt
 from fathom.runtime.specprefill.step import RANDOM, random_scores
 from fathom.runtime.staging import send, take
@@ -289,6 +289,7 @@ def _guesses(asked: Sequence[tuple[Req, int]], logits: torch.Tensor) -> list[lis
     counts = [count for _, count in asked]
     if not len(logits):
         return [[] for _ in counts]
+    logits = without_overflow(logits)
     own = [0.0 if is_greedy(request) else request.sampling_params.temperature for request, _ in asked]
     heat = np.repeat(np.array(own, np.float32), counts)
     warm = send(np.flatnonzero(heat), logits.device)

@@ -154,6 +154,11 @@ def grouped(counts: Sequence[int]) -> Iterator[slice]:
         yield slice(begin, len(counts))
 
 
+def without_overflow(logits: torch.Tensor) -> torch.Tensor:
+    """The draft's logits: what they overflow to is as good as any other logit, as its tokens are verified."""
+    return logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
+
+
 class SampledRows:
     """Rows of several requests of a batch, one request's behind the other's: sampled together, at a few launches.
 
@@ -187,13 +192,11 @@ class SampledRows:
     def propose(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """A token of each request from the draft's prepared logits [requests, vocabulary], a row each.
 
-        What the draft's logits overflow to is as good as any other logit: the token is verified.
-
         Returns:
             [requests] int64, and of each the distribution [1, vocabulary] it was drawn from; None stands for a
             token taken without chance.
         """
-        logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=float("-inf"))
+        logits = without_overflow(logits)
         tokens = logits.argmax(-1)
         drawn = self._which(lambda sampler: not sampler.chooses)
         if not drawn:
