@@ -82,7 +82,8 @@ class Adapters:
 
     def prepare_lora_batch(self, batch):
         assert batch.batch_size == len(batch.lora_ids) == len(batch.extend_seq_lens_cpu)
-        self.owners = np.repeat(batch.lora_ids, batch.extend_seq_lens_cpu).tolist()
+        self.counts = batch.extend_seq_lens_cpu
+        self.owners = np.repeat(batch.lora_ids, self.counts).tolist()
 
 
 class Model:
@@ -132,7 +133,7 @@ class Model:
         assert hidden[:, 1].tolist() == positions.tolist() and ids.dtype == positions.dtype == torch.int64
         assert [f"adapter {token // 1000}" for token in hidden[:, 0].int().tolist()] == self.adapters.owners
         assert batch.residual is None or torch.equal(batch.residual, hidden + 0.5)
-        assert batch.extend_seq_lens.tolist() == batch.extend_seq_lens_cpu
+        assert batch.extend_seq_lens.tolist() == batch.extend_seq_lens_cpu == self.adapters.counts
         assert batch.extend_num_tokens == sum(batch.extend_seq_lens_cpu) == len(hidden)
         starts = batch.extend_logprob_start_lens_cpu
         if starts is not None:
@@ -408,7 +409,8 @@ def test_chosen_tokens_enter_in_pieces_and_nothing_else_does(chunk, generated, d
     engine = Engine(every, chunk, states=states)
     judged = [request for request in every if request.chosen is not None]
     for end in (90, 195):
-        engine.step([end] * len(every))
+        forward, _ = engine.step([end] * len(every))
+        assert not forward.idle  # the target reads the request table for those beside the judged ones
         rows = [state for each in engine.model.passes for state in each.states]
         assert all(state == request.states([end - 1])[0] for request in judged for state in rows
                    if state[0] // 1000 == request.kv.req_pool_idx)  # fmt: skip
