@@ -397,7 +397,7 @@ ENTER = [
     ("generated", "drafted", "states"),
     [
         (0, {}, CaptureHiddenMode.FULL),
-        (3, {}, CaptureHiddenMode.LAST),
+        (30, {}, CaptureHiddenMode.LAST),
         (0, {1: [2900, 2901, 2902], 4: [5900]}, CaptureHiddenMode.LAST),
         (2, {3: [4900, 4901]}, CaptureHiddenMode.FULL),
     ],
