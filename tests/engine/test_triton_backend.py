@@ -13,7 +13,7 @@ from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host.attention import triton_attention
+from fathom.runtime.sglang_host.attention import span_attention, triton_attention
 from fathom.runtime.sglang_host.draft.draft_attention import Captured, TritonDraftBackend
 from fathom.runtime.sglang_host.draft.draft_graphs import DraftGraphRunner
 from fathom.runtime.sglang_host.step import passes
@@ -314,3 +314,14 @@ def test_tables_that_grow_in_a_pass_over_drafted_tokens_serve_the_next_step():
         passes.run(made, SimpleNamespace(input_ids=None, positions=None))
         assert tables.grown == 1
         tables.fill(0, view(90))
+
+
+def test_slots_of_a_table_on_a_device_are_those_of_one_on_the_host():
+    table = torch.arange(5 * 40, dtype=torch.int32).view(5, 40)
+    rows, lengths = np.array([3, 0, 4]), np.array([7, 31, 0])
+    fetched = span_attention._FetchedSlots(table, rows, lengths)
+    assert len(fetched) == len(rows)
+    for row, length, *slots in zip(
+        rows, lengths, span_attention.virtual_slots(table, rows, lengths), fetched, strict=True
+    ):
+        assert [each.tolist() for each in slots] == [table[row, :length].tolist()] * 2
