@@ -2,20 +2,26 @@
 
 SGLang looks for a call's parts with regular expressions that go through it a character at a time, from its begin
 and on the event loop. And its parser for GLM-4.5 drops a text that comes in one piece with the call behind it.
+Of an argument that ends as its closing mark begins (``a <``) it misses that mark, and takes what follows for
+more of the argument.
 """
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.function_call import glm47_moe_detector
 from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector
+from sglang.srt.function_call.glm47_moe_detector import Glm47MoeDetector
 
 OPEN, CLOSE, KEY = "<tool_call>", "</tool_call>", "<arg_key"
 OF_GLM_45 = r"<tool_call>(.*?)(?:\\n|\n)(.*?)(</tool_call>|$)"
 OF_GLM_47 = r"<tool_call>(.*?)(?:(<arg_key.*?))?(?:(</tool_call>)|$)"
 """SGLang's patterns for a call that may not have an end yet."""
+
+BEFORE_MARK = re.compile("(?=<)")
 
 _increment = Glm4MoeDetector.parse_streaming_increment
 
@@ -43,6 +49,29 @@ def increment(self: Any, new_text: str, tools: Any) -> StreamingParseResult:
     found: StreamingParseResult = _increment(self, mark + behind, tools)
     found.normal_text = before.replace(self.eot_token, "") + found.normal_text
     return found
+
+
+def mark_by_mark(process: Callable[..., str], *parsed: str) -> Callable[..., str]:
+    """A parser's function for more of a call's arguments, in which what began as a mark ends where another begins.
+
+    Args:
+        parsed: kinds of values that are told when they are closed.
+    """
+
+    def processed(self: Any, raw_increment: str, func_name: str, tools: Any) -> str:
+        told = ""
+        for piece in BEFORE_MARK.split(raw_increment):
+            if piece.startswith("<") and self._stream_state == "IN_VALUE":
+                half, self._xml_tag_buffer = self._xml_tag_buffer, ""
+                self._current_value += half
+                if half and self._cached_value_type not in parsed:
+                    first = self._cached_value_type == "string" and not self._value_started
+                    told += '"' * first + half
+                    self._value_started = True
+            told += process(self, piece, func_name, tools)
+        return told
+
+    return processed
 
 
 def search(pattern: str, text: str, flags: int = 0) -> Any:
@@ -82,9 +111,16 @@ def _end(text: str, begin: int) -> tuple[int, str]:
     return max(begin, len(text) - text.endswith("\n")), ""
 
 
+_PROCESS = "_process_xml_to_json_streaming"
 PLACES: tuple[tuple[Any, str, Any], ...] = (
     (Glm4MoeDetector, "parse_streaming_increment", increment),
     (Glm4MoeDetector, "_STREAMING_PARTIAL_PATTERN", SimpleNamespace(search=call_of_glm45)),
+    (Glm4MoeDetector, _PROCESS, mark_by_mark(getattr(Glm4MoeDetector, _PROCESS))),
+    (
+        Glm47MoeDetector,
+        _PROCESS,
+        mark_by_mark(getattr(Glm47MoeDetector, _PROCESS), "auto", "number", "integer"),
+    ),
     (glm47_moe_detector, "re", SimpleNamespace(**{**vars(re), "search": search})),
 )
 """SGLang's, and what we put there."""

@@ -16,6 +16,9 @@ search would take minutes.
 LFM2's parser mends a text in quotes that has such quotes in it by trying each as its end, and reads all of the
 calls each time.
 
+MiniMax M3's parser takes a text without a letter for an object, by the mark that closes it, and an object whose
+schema names no type (``anyOf``, ``$ref``) for a text with marks, where a piece ends before its first one.
+
 Some of SGLang's parsers drop a text that comes in one piece with the call behind it, as where a step puts out
 several tokens.
 """
@@ -32,6 +35,7 @@ from sglang.srt.function_call import base_format_detector, deepseekv32_detector,
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.llama32_detector import Llama32Detector
+from sglang.srt.function_call.minimax_m3 import MinimaxM3Detector
 from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
 
@@ -43,6 +47,7 @@ _whole_mistrals = MistralDetector.detect_and_parse
 _pythonic = PythonicDetector.parse_streaming_increment
 _literal = PythonicDetector._get_parameter_value
 _init_pythonic = PythonicDetector.__init__
+_begin_m3, _scalar_m3 = MinimaxM3Detector._consume_param_start, MinimaxM3Detector._consume_scalar_param
 _mended = lfm2_detector._escape_nested_quotes_in_strings
 MOST_TRIED = 8_000_000
 """Characters that are read to mend a text in quotes: of code of 9,000 characters with 800 quotes, 0.4 s."""
@@ -219,6 +224,27 @@ def literal(self: Any, value: ast.expr) -> Any:
     return ast.literal_eval(value) if isinstance(value, ast.UnaryOp) else _literal(self, value)
 
 
+def begin_of_m3(self: Any, calls: list[Any]) -> bool:
+    """SGLang's for the begin of one of MiniMax M3's arguments; a mark behind it may close it."""
+    begun: bool = _begin_m3(self, calls)
+    self._current_param_is_complex = self._schema_has_type(self._current_param_schema, ("object", "array"))
+    return begun
+
+
+def scalar_of_m3(self: Any, calls: list[Any]) -> bool:
+    """SGLang's for an argument that is a text, a number and the like; where the schema leaves it open, until a mark
+    within it shows that it is not.
+    """
+    closing = self._parameter_end_token(self._current_param_name)
+    mark = self._buffer.find(self.PARAM_START_PREFIX)
+    closes = mark < 0 or self._buffer.startswith(closing, mark) or closing.startswith(self._buffer[mark:])
+    if closes or self._is_scalar_schema(self._current_param_schema):
+        return bool(_scalar_m3(self, calls))
+    self._buffer = self._current_param_buffer + self._buffer
+    self._current_param_buffer, self._current_param_is_complex = "", True
+    return bool(self._consume_complex_param(calls))
+
+
 def mended(text: str) -> tuple[str, bool]:
     """SGLang's for LFM2, where it takes no longer than anybody may wait; else the text as it is."""
     tries = max(text.count(quote) for quote in "'\"")
@@ -298,6 +324,8 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     ),
     (Llama32Detector, "parse_streaming_increment", text_first(increment)),
     (lfm2_detector, "_escape_nested_quotes_in_strings", mended),
+    (MinimaxM3Detector, "_consume_param_start", begin_of_m3),
+    (MinimaxM3Detector, "_consume_scalar_param", scalar_of_m3),
     (MistralDetector, "parse_streaming_increment", of_mistral),
     (MistralDetector, "detect_and_parse", of_whole_mistral),
     (PythonicDetector, "parse_streaming_increment", of_python),

@@ -64,6 +64,10 @@ BLOCKS: dict[type[BaseFormatDetector], tuple[str, str]] = {
 OF_JSON = Qwen25Detector, HermesDetector
 STRING = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|$)')
 """Of JSON, at the end of a text without its end."""
+STEP3S = re.compile(
+    r'<steptml:parameter name="([^"]+)">((?:[^<]|<(?!/?steptml:))*+)</steptml:parameter>',
+)
+"""An argument of Step 3's."""
 KIMIS = (
     *(
         "<|tool_calls_section_begin|>",
@@ -85,6 +89,7 @@ _deepseeks = DeepSeekV32Detector.parse_streaming_increment
 _hunyuans = HunyuanDetector.parse_streaming_increment
 _coheres = CohereCommand4Detector.detect_and_parse
 _qwen3_coders = Qwen3CoderDetector.detect_and_parse
+_init_step3 = Step3Detector.__init__
 _finish = BaseFormatDetector.finish
 _calls_of_json = BaseFormatDetector.parse_base_json
 _whole = FunctionCallParser.parse_non_stream
@@ -266,6 +271,12 @@ def compiled(pattern: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(linear(pattern.pattern), pattern.flags)
 
 
+def with_brackets(self: Any) -> None:
+    """SGLang's parser for Step 3, which would leave out an argument with a ``<`` in it."""
+    _init_step3(self)
+    self.param_regex = STEP3S
+
+
 def find_blocks(pattern: str, text: str, flags: int) -> list[str]:
     """As ``re.findall`` of such a pattern."""
     return re.findall(linear(pattern), text, flags)
@@ -391,8 +402,9 @@ def goes_on(self: Any, rest: str) -> bool:
 def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     """SGLang's for an answer that is not streamed, whose text is what a stream says; calls are numbered in order.
 
-    Where a stream has more calls that are whole, those: some parsers find none in a block without an end, or read
-    the first block alone. Of malformed calls some tell all of the answer, or nothing that is behind them.
+    Where a stream has as many calls that are whole, those: some parsers find none in a block without an end, or
+    read the first block alone, or make another text of a string (GLM's ``None`` of ``null``). Of malformed calls
+    some tell all of the answer, or nothing that is behind them.
     """
     streamed = copy.copy(self)
     streamed.detector = copy.deepcopy(self.detector)
@@ -402,7 +414,7 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
         return full_text, []
     (said, found), (rest, more) = streamed.parse_stream_chunk(full_text), streamed.parse_stream_end()
     told = complete([*found, *more], {tool.function.name for tool in self.tools})
-    calls = max(calls, told, key=len)
+    calls = max(told, calls, key=len)
     cut = unended_calls.begin(self, full_text) < len(full_text)
     if calls or cut or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
         text = ((said or "") + rest).strip()
@@ -440,6 +452,7 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (HunyuanDetector, _INCREMENT, by_sections(_hunyuans)),
     (CohereCommand4Detector, "detect_and_parse", whole_items),
     (Qwen3CoderDetector, "detect_and_parse", whole_functions),
+    (Step3Detector, "__init__", with_brackets),
     (DotsToolDetector, "__init__", with_linear(DotsToolDetector.__init__, "func_call_regex")),
     (Ling3Detector, "__init__", with_linear(Ling3Detector.__init__, "func_detail_regex")),
     (Ling3Detector, _PARTIAL, compiled(getattr(Ling3Detector, _PARTIAL))),

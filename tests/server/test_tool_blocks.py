@@ -97,6 +97,46 @@ def test_arguments_of_any_kind(parser, monkeypatch):
         assert streamed(parser, pieces) == (said, calls), pieces
 
 
+STRINGS = "a <", "a </arg", "if a<b:", "", "true", "null", '"q"', "'q'", "1e5", "x\n"
+NULLS = "dots", "mimo", "minimax-m2", "qwen3_coder", "spark25"
+"""Formats in which a string cannot be ``null``, which is none."""
+STRIPPED = "deepseekv32", "deepseekv4", "dots", "minicpm5", "minimax-m2", "poolside_v1", "step3"
+"""Formats that SGLang takes a string's blanks at its ends for the format's."""
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_string_is_told_as_it_was_written(parser, monkeypatch):
+    """Whatever else it could be: an argument of another kind, or the begin of a mark."""
+    for string in STRINGS:
+        calls = [("fun", {"a": string, "b": 1}), ("gun", {"a": string})]
+        monkeypatch.setattr(tool_forms, "CALLS", calls)
+        text = FORMS[parser]("", "", "")
+        said, found = whole(parser, text)
+        for size in (1, 3, len(text)):
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            assert streamed(parser, pieces) == (said, found), (string, size)
+        if not (string == "null" and parser in NULLS) and not (string == "x\n" and parser in STRIPPED):
+            assert found == (calls[:1] if parser == "gigachat3" else calls)
+
+
+@pytest.mark.parametrize("blank", ["", "\n"])
+@pytest.mark.parametrize("open_kind", [{}, {"anyOf": [{"type": "object"}, {"type": "null"}]}])
+def test_an_argument_of_minimax_m3_whose_kind_its_schema_leaves_open(open_kind, blank):
+    mark = tool_forms.M3
+    inner = f"{blank}{mark}<k>v{mark}</k>{blank}{mark}<l>{blank}{mark}<k>w{mark}</k>{blank}{mark}</l>{blank}"
+    values = {"p": inner, "q": "x y", "r": "a ]<] b", "s": ""}
+    body = "".join(f"{mark}<{key}>{value}{mark}</{key}>\n" for key, value in values.items())
+    text = f'{mark}<tool_call>\n{mark}<invoke name="f">\n{body}{mark}</invoke>\n{mark}</tool_call>'
+    schema = {"type": "object", "properties": dict.fromkeys("pqrs", open_kind)}
+    tools = [Tool(type="function", function={"name": "f", "parameters": schema})]
+    for pieces in cut(text):
+        read = FunctionCallParser(tools, "minimax-m3")
+        told = [*map(read.parse_stream_chunk, pieces), read.parse_stream_end()]
+        arguments = "".join(call.parameters for _, calls in told for call in calls)
+        expected = {"p": {"k": "v", "l": {"k": "w"}}, "q": "x y", "r": "a ]<] b", "s": ""}
+        assert json.loads(arguments) == expected, pieces
+
+
 @pytest.mark.parametrize("parser", FORMS)
 def test_calls_alone_have_no_text(parser):
     text = FORMS[parser]("", "", "")

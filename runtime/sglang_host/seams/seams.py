@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fathom.runtime.sglang_host.seams.admission_seams import ADMISSION_SEAMS
+from fathom.runtime.sglang_host.seams.answer_seams import ANSWER_SEAMS
 from fathom.runtime.sglang_host.seams.cpu_seams import CPU_SEAMS
 from fathom.runtime.sglang_host.seams.draft_seams import DRAFT_SEAMS
 from fathom.runtime.sglang_host.seams.engine_seams import ENGINE_SEAMS
@@ -163,6 +164,7 @@ LEDGER: tuple[Seam, ...] = (
     *SESSION_SEAMS,
     *SPLIT_SEAMS,
     *TOOL_SEAMS,
+    *ANSWER_SEAMS,
     *WATCH_SEAMS,
     *WEIGHT_SEAMS,
     # --- the detokenizer ---

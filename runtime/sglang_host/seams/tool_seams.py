@@ -1,4 +1,4 @@
-"""The seams of tool calls, of what else is parsed out of a text, and of where its tokens are."""
+"""The seams of tool calls."""
 
 from fathom.runtime.sglang_host.seams.seam import SERVER, Seam, reads_attributes, reads_global, relies_on
 
@@ -197,16 +197,6 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "reads the arguments of earlier calls, and refuses a chat for what is left of one that was cut off",
         "message strict",
     ),
-    *(
-        relies_on(
-            SERVER,
-            f"entrypoints.openai.{module}:build_endpoint_weight_version_metadata",
-            "replace",
-            "metadata of an answer, in which clients want no list",
-            "meta_info",
-        )
-        for module in ("serving_chat", "serving_completions")
-    ),
     relies_on(
         SERVER,
         "function_call.base_format_detector:BaseFormatDetector.parse_base_json",
@@ -266,20 +256,6 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "leaves the arguments of a tool that is not strict any JSON, in a tag that can be dumped and read",
         "tool_choice parallel_tool_calls thinking_mode",
     ),
-    *(
-        relies_on(
-            SERVER,
-            f"entrypoints.http_server:{route}",
-            "replace",
-            f"makes its parser by the module's `{parser}`, ours, which tells which there are",
-            "obj request",
-            reads_global(parser),
-        )
-        for route, parser in (
-            ("parse_function_call_request", "FunctionCallParser"),
-            ("separate_reasoning_request", "ReasoningParser"),
-        )
-    ),
     relies_on(
         SERVER,
         "function_call.cohere_command4_detector:CohereCommand4Detector.detect_and_parse",
@@ -287,30 +263,6 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "of a block of calls that is cut off those that are whole",
         "text tools",
         reads_attributes("bot_token eot_token _normalize_calls"),
-    ),
-    relies_on(
-        SERVER,
-        "parser.reasoning_parser:CohereCommand4Detector.parse_streaming_increment",
-        "replace",
-        "takes all steps of a piece, and is given no mark that the model repeats",
-        "new_text",
-        reads_attributes("_buffer _reasoning_done think_end_token"),
-    ),
-    *(
-        relies_on(
-            SERVER,
-            f"parser.reasoning_parser:BaseReasoningFormatDetector.{method}",
-            "replace",
-            "is given no text before thoughts, and no mark in two pieces",
-            parameters,
-            reads_attributes(
-                f"_in_reasoning think_start_token think_start_self_label think_end_token {names}"
-            ),
-        )
-        for method, parameters, names in (
-            ("_detect_and_parse_impl", "text", "previous_content"),
-            ("_parse_streaming_increment_impl", "new_text", "_buffer stripped_think_start"),
-        )
     ),
     relies_on(
         SERVER,
@@ -445,29 +397,50 @@ TOOL_SEAMS: tuple[Seam, ...] = (
         "new_text tools",
         reads_attributes(r"re search end <tool_call>(.*?)(?:(<arg_key.*?))?(?:(</tool_call>)|$)"),
     ),
-    relies_on(
-        SERVER,
-        "entrypoints.openai.serving_completions:to_openai_style_logprobs",
-        "replace",
-        "each token with its log-probability, id and text, before the choice that they are of",
-        "input_token_logprobs output_token_logprobs input_top_logprobs output_top_logprobs",
+    *(
+        relies_on(
+            SERVER,
+            f"function_call.{module}:{detector}._process_xml_to_json_streaming",
+            "replace",
+            "is given no begin of a mark with that of another behind it",
+            "raw_increment func_name tools",
+            reads_attributes(
+                "_stream_state _xml_tag_buffer _current_value _cached_value_type _value_started string"
+            ),
+        )
+        for module, detector in (
+            ("glm4_moe_detector", "Glm4MoeDetector"),
+            ("glm47_moe_detector", "Glm47MoeDetector"),
+        )
     ),
     *(
         relies_on(
             SERVER,
-            f"entrypoints.openai.serving_completions:OpenAIServingCompletion.{method}",
-            "read",
-            f"makes a choice by the module's `{kind}`, ours, which says where its tokens begin",
-            parameters,
-            lambda method, names={kind, "to_openai_style_logprobs"}: names <= {*method.__code__.co_names},
+            f"function_call.minimax_m3:MinimaxM3Detector.{method}",
+            "replace",
+            "whether an argument is a text or an object, no piece's end decides",
+            "calls",
+            reads_attributes(f"_buffer _current_param_schema _schema_has_type {names}"),
         )
-        for method, kind, parameters in (
-            ("_build_completion_response", "CompletionResponseChoice", "request ret created"),
-            (
-                "_generate_completion_stream",
-                "CompletionResponseStreamChoice",
-                "adapted_request request raw_request",
-            ),
+        for method, names in (
+            ("_consume_param_start", "PARAM_START_PREFIX _current_param_is_complex"),
+            ("_consume_scalar_param", "_parameter_end_token _current_param_buffer"),
         )
+    ),
+    *(
+        relies_on(SERVER, f"function_call.minimax_m3:MinimaxM3Detector.{method}", "call", why, parameters)
+        for method, why, parameters in (
+            ("_consume_complex_param", "tells a list or an object", "calls"),
+            ("_is_scalar_schema", "whether a schema names a type that is neither", "schema"),
+            ("_parameter_end_token", "the mark that closes an argument", "tag"),
+        )
+    ),
+    relies_on(
+        SERVER,
+        "function_call.step3_detector:Step3Detector.__init__",
+        "replace",
+        "keeps the pattern of an argument, in which it wants no `<`",
+        "",
+        reads_attributes("param_regex"),
     ),
 )
