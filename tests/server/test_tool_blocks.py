@@ -97,6 +97,16 @@ def test_arguments_of_any_kind(parser, monkeypatch):
         assert streamed(parser, pieces) == (said, calls), pieces
 
 
+@pytest.mark.parametrize("parser", ["glm45", "glm47"])
+def test_a_value_of_glm_without_a_schema_may_end_as_its_mark_begins(parser, monkeypatch):
+    calls = [("fun", {"a": "a <", "b": "< </"}), ("gun", {"a": "</arg_value"})]
+    monkeypatch.setattr(tool_forms, "CALLS", calls)
+    tools = [Tool(type="function", function={"name": name}) for name in ("fun", "gun")]
+    monkeypatch.setitem(globals(), "TOOLS", tools)
+    for pieces in cut(text := FORMS[parser]("", "", "")):
+        assert streamed(parser, pieces) == whole(parser, text) == ([], calls), pieces
+
+
 STRINGS = "a <", "a </arg", "if a<b:", "", "true", "null", '"q"', "'q'", "1e5", "x\n"
 NULLS = "dots", "mimo", "minimax-m2", "qwen3_coder", "spark25"
 """Formats in which a string cannot be ``null``, which is none."""
@@ -371,3 +381,26 @@ def half_or_none(told, said):
 def test_a_text_that_is_a_message_is_told_to_its_end(parser, head):
     for pieces in cut(head + "if x[0] <"):
         assert streamed(parser, pieces) == (["if", "x[0]", "<"], []), pieces
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [("llama3", 'See {"name": "fun", "parameters": {"a": [1 <'), ("pythonic", "See [fun(x, [y")],
+)
+def test_a_text_that_ends_as_a_call_might_is_told_to_its_end(parser, text):
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == (text.split(), []), pieces
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3", '<|python_tag|>{"name": "fun", "parameters": {"a": "x }}} y'),
+        ("llama3", '<|python_tag|>{"name": "fun", "parameters": {"a": "x }}} \\" y", "b": '),
+        ("pythonic", "[fun(a='x ])] y"),
+        ("muse", "to=functions<|message|>"),
+    ],
+)
+def test_nothing_of_a_cut_call_is_text_whatever_brackets_are_in_it(parser, text):
+    for pieces in cut(text):
+        assert streamed(parser, pieces, unfinished=True)[0] == whole(parser, text)[0] == [], pieces
