@@ -36,6 +36,7 @@ from sglang.srt.function_call.hunyuan_detector import HunyuanDetector
 from sglang.srt.function_call.internlm_detector import InternlmDetector
 from sglang.srt.function_call.kimik2_detector import KimiK2Detector
 from sglang.srt.function_call.kimik3_detector import KimiK3Detector
+from sglang.srt.function_call.lfm2_detector import Lfm2Detector
 from sglang.srt.function_call.ling3_detector import Ling3Detector
 from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.mimo_detector import MiMoDetector
@@ -416,7 +417,7 @@ def whole(self: Any, full_text: str) -> tuple[str, list[Any]]:
     told = complete([*found, *more], {tool.function.name for tool in self.tools})
     calls = max(told, calls, key=len)
     cut = unended_calls.begin(self, full_text) < len(full_text)
-    if calls or cut or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector)):
+    if calls or cut or isinstance(self.detector, (*OF_JSON, *BLOCKS, CohereCommand4Detector, Lfm2Detector)):
         text = ((said or "") + rest).strip()
     for number, call in enumerate(calls):
         call.tool_index = number

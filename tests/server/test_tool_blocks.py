@@ -404,3 +404,10 @@ def test_a_text_that_ends_as_a_call_might_is_told_to_its_end(parser, text):
 def test_nothing_of_a_cut_call_is_text_whatever_brackets_are_in_it(parser, text):
     for pieces in cut(text):
         assert streamed(parser, pieces, unfinished=True)[0] == whole(parser, text)[0] == [], pieces
+
+
+@pytest.mark.parametrize("call", ["get-x(a='b')", "fun(a=", "none"])
+def test_text_around_a_list_of_lfm2_that_cannot_be_read_is_told(call):
+    text = f"a <|tool_call_start|>[{call}]<|tool_call_end|> b"
+    for pieces in cut(text):
+        assert streamed("lfm2", pieces) == whole("lfm2", text) == (["a", "b"], []), pieces
