@@ -14,6 +14,7 @@ EXACT = "exact"
 
 PRESETS: Presets = {
     EXACT: {},
+    "conversation": {"decode": "slow_fast", "speculative": True},
     "balanced": {"prefill_keep_rate": 0.5, "kv_retention_rate": 0.2, "speculative": True},
     "turbo": {
         "depth_cutoff": 0.75,

@@ -74,7 +74,7 @@ def preset(rng: random.Random, world: World) -> dict[str, Any]:
     beside = draw(rng, world) if rng.random() < 0.3 else {}
     if "tsp_rate" not in beside:  # the preset's own selection may lie above this cutoff
         beside = {name: value for name, value in beside.items() if name not in ("depth_cutoff", "anchors")}
-    return beside | {"preset": rng.choice(["exact", "turbo", "balanced"])}
+    return beside | {"preset": rng.choice(["exact", "turbo", "balanced", "conversation"])}
 
 
 def without_dropping(policy: dict[str, Any], world: World) -> dict[str, Any]:

@@ -71,7 +71,7 @@ MISTAKES = [
     (
         ["serve", "x", "--preset", "fast"],
         2,
-        '--preset must be one of "exact", "balanced", "turbo", got "fast"',
+        '--preset must be one of "exact", "conversation", "balanced", "turbo", got "fast"',
     ),
     (["serve", "x", "--decode", "slow"], 2, '--decode must be one of "slow_fast", "full", got "slow"'),
     (["serve", "x", "--propagation-buffer", "-1"], 2, "--propagation-buffer must be at least 0, got -1"),

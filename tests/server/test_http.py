@@ -292,15 +292,15 @@ REFUSED = [
         {"fathom": {"retention_policy": 1}},
         'fathom.retention_policy must be one of "saliency", "streaming", "random", got 1',
     ),
-    (
-        {"fathom": {"decode": "slow"}},
-        'fathom.decode must be one of "slow_fast", "full", got "slow"',
-    ),
+    ({"fathom": {"decode": "slow"}}, 'fathom.decode must be one of "slow_fast", "full", got "slow"'),
     (
         {"fathom": {"speculative": True}},
         f"drafting is not available here ({NO_DRAFT}); legal: false, got true",
     ),
-    ({"fathom": {"preset": "fast"}}, 'fathom.preset must be one of "exact", "balanced", "turbo", got "fast"'),
+    (
+        {"fathom": {"preset": "fast"}},
+        'fathom.preset must be one of "exact", "conversation", "balanced", "turbo", got "fast"',
+    ),
     ({"fathom": {"preset": "turbo", "speculative": True}}, f"drafting is not available here ({NO_DRAFT})"),
     ({"fathom": {"depth": 3}}, "fathom.depth is not a policy field; legal fields: preset, "),
     ({"fathom": 1}, "fathom must be an object, got 1"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fathom.runtime import config
 from fathom.runtime.config import CUSTOM, Limits, Policy, PolicyError
 from fathom.runtime.fastkv.policies import RETENTION_POLICIES
+from fathom.runtime.presets import PRESETS
 from fathom.runtime.specprefill.config import PROTECTABLE
 from fathom.server.command import flags
 
@@ -31,7 +32,7 @@ def every_mechanism(monkeypatch):
 
 rates = st.floats(min_value=0, max_value=1, exclude_min=True, allow_nan=False)
 LEGAL = {
-    "preset": st.sampled_from(["exact", "balanced", "turbo"]),
+    "preset": st.sampled_from(list(PRESETS)),
     "prefill_keep_rate": rates | st.just("auto"),
     "lookahead": st.integers(1, 64),
     "min_prompt_tokens": st.integers(0, 10000),
@@ -138,8 +139,14 @@ def test_each_field_alone_is_in_the_fingerprint_if_prompts_are_computed_by_it(na
         ({"depth_cutoff": 17}, 'fathom.depth_cutoff must be a multiple of 4 in [4, 16] or "full", got 17'),
         ({"anchors": "eos"}, 'fathom.anchors must be one of "bos", "none", got "eos"'),
         ({"speculative": "yes"}, 'fathom.speculative must be true or false, got "yes"'),
-        ({"preset": "fast"}, 'fathom.preset must be one of "exact", "balanced", "turbo", got "fast"'),
-        ({"preset": None}, 'fathom.preset must be one of "exact", "balanced", "turbo", got null'),
+        (
+            {"preset": "fast"},
+            'fathom.preset must be one of "exact", "conversation", "balanced", "turbo", got "fast"',
+        ),
+        (
+            {"preset": None},
+            'fathom.preset must be one of "exact", "conversation", "balanced", "turbo", got null',
+        ),
         ("turbo", 'fathom must be an object, got "turbo"'),
         ([], "fathom must be an object, got []"),
     ],

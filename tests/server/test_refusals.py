@@ -45,7 +45,7 @@ ILLEGAL = [
     ({"prefill_keep_rate": 0.5}, "prefill_keep_rate", "start with --draft-model-path); legal: 1.0, got 0.5"),
     ({"speculative": True}, "speculative", "start with --draft-model-path); legal: false, got true"),
     ({"decode": "slow_fast"}, "decode", '(no tokenizer is loaded); legal: "full", got "slow_fast"'),
-    ({"preset": "fast"}, "preset", 'must be one of "exact", "balanced", "turbo", got "fast"'),
+    ({"preset": "fast"}, "preset", 'must be one of "exact", "conversation", "balanced", "turbo", got "fast"'),
     ({"preset": "turbo", "depth_cutoff": 5}, "depth_cutoff", "got 5; nearest: 4, 8"),
     ({"preset": "balanced", "speculative": True}, "speculative", "legal: false, got true"),
     ({"sfi_budget": 501}, "sfi_budget", 'must be an integer in [1, 500] or "server", got 501'),
