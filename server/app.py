@@ -131,7 +131,14 @@ def install(root_path: str) -> None:
     from fathom.server.api import control, detokenize, messages, ollama, parsers, responses, weight_versions
     from fathom.server.requests import aside, keys, templates
     from fathom.server.telemetry import labels, request_log
-    from fathom.server.tools import glm_calls, tool_arguments, tool_blocks, tool_calls, tool_steps
+    from fathom.server.tools import (
+        glm_calls,
+        tool_arguments,
+        tool_blocks,
+        tool_calls,
+        tool_steps,
+        written_values,
+    )
 
     protect.install()
     templates.install()
@@ -150,6 +157,7 @@ def install(root_path: str) -> None:
     tool_arguments.install()
     glm_calls.install()
     tool_blocks.install()
+    written_values.install()
     thoughts.install()
     ollama.install()
     parsers.install()

@@ -16,7 +16,13 @@ torchvision_ops.declare()
 from sglang.srt.entrypoints.openai.protocol import Tool  # noqa: E402
 from sglang.srt.function_call.function_call_parser import FunctionCallParser  # noqa: E402
 
-from fathom.server.tools import glm_calls, tool_arguments, tool_blocks, tool_steps  # noqa: E402
+from fathom.server.tools import (  # noqa: E402
+    glm_calls,
+    tool_arguments,
+    tool_blocks,
+    tool_steps,
+    written_values,
+)
 
 TYPES = {"a": "string", "b": "integer", "c": "array", "d": "object", "e": "boolean", "f": "number"}
 SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
@@ -30,7 +36,7 @@ ENDS = ("gigachat3",)
 @pytest.fixture(scope="module", autouse=True)
 def ours():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tool_arguments, glm_calls, tool_blocks, tool_steps):
+        for module in (tool_arguments, glm_calls, tool_blocks, tool_steps, written_values):
             for place in module.PLACES:
                 patch.setattr(*place)
         yield
@@ -107,11 +113,9 @@ def test_a_value_of_glm_without_a_schema_may_end_as_its_mark_begins(parser, monk
         assert streamed(parser, pieces) == whole(parser, text) == ([], calls), pieces
 
 
-STRINGS = "a <", "a </arg", "if a<b:", "", "true", "null", '"q"', "'q'", "1e5", "x\n"
+STRINGS = "a <", "a </arg", "if a<b:", "", "true", "null", '"q"', "'q'", "1e5", "x\n", "\n x\n\n ", "<a>1</a>"
 NULLS = "dots", "mimo", "minimax-m2", "qwen3_coder", "spark25"
 """Formats in which a string cannot be ``null``, which is none."""
-STRIPPED = "deepseekv32", "deepseekv4", "dots", "minicpm5", "minimax-m2", "poolside_v1", "step3"
-"""Formats that SGLang takes a string's blanks at its ends for the format's."""
 
 
 @pytest.mark.parametrize("parser", FORMS)
@@ -125,8 +129,36 @@ def test_a_string_is_told_as_it_was_written(parser, monkeypatch):
         for size in (1, 3, len(text)):
             pieces = [text[at : at + size] for at in range(0, len(text), size)]
             assert streamed(parser, pieces) == (said, found), (string, size)
-        if not (string == "null" and parser in NULLS) and not (string == "x\n" and parser in STRIPPED):
+        if not (string == "null" and parser in NULLS):
             assert found == (calls[:1] if parser == "gigachat3" else calls)
+
+
+def test_a_text_of_dots_on_lines_of_its_own(monkeypatch):
+    """As its template has it; what else is at the ends is the text's."""
+    calls = [("fun", {"a": "    x\n", "b": 1}), ("gun", {"a": "\ny"})]
+    monkeypatch.setattr(tool_forms, "CALLS", calls)
+    text = re.sub(
+        r"(<parameter[^>]+>)(.*?)(</parameter>)", r"\1\n\2\n\3", FORMS["dots"]("", "", ""), flags=re.S
+    )
+    for pieces in cut(text):
+        assert streamed("dots", pieces) == whole("dots", text) == ([], calls), pieces
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("<![CDATA[ if a < b:\n]]>", " if a < b:\n"),
+        ("\n<![CDATA[x\n]]>\n", "x\n"),
+        ("a &lt; b\n", "a < b\n"),
+        ("<p>a</p> &amp; <br>\n", "<p>a</p> &amp; <br>\n"),
+    ],
+)
+def test_a_text_of_minicpm_that_has_marks_of_xml(value, expected):
+    """Marked as text, with its marks written in XML's way, or as it is."""
+    text = f'<function name="fun"><param name="a">{value}</param><param name="b">1</param></function>'
+    for pieces in cut(text):
+        told = streamed("minicpm5", pieces)
+        assert told == whole("minicpm5", text) == ([], [("fun", {"a": expected, "b": 1})]), pieces
 
 
 @pytest.mark.parametrize("blank", ["", "\n"])

@@ -34,6 +34,7 @@ from fathom.runtime.sglang_host.seams.seam import (
 from fathom.runtime.sglang_host.seams.session_seams import SESSION_SEAMS
 from fathom.runtime.sglang_host.seams.split_seams import SPLIT_SEAMS
 from fathom.runtime.sglang_host.seams.tool_seams import TOOL_SEAMS
+from fathom.runtime.sglang_host.seams.value_seams import VALUE_SEAMS
 from fathom.runtime.sglang_host.seams.watch_seams import WATCH_SEAMS
 from fathom.runtime.sglang_host.seams.weight_seams import WEIGHT_SEAMS
 
@@ -164,6 +165,7 @@ LEDGER: tuple[Seam, ...] = (
     *SESSION_SEAMS,
     *SPLIT_SEAMS,
     *TOOL_SEAMS,
+    *VALUE_SEAMS,
     *ANSWER_SEAMS,
     *WATCH_SEAMS,
     *WEIGHT_SEAMS,
