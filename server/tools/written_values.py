@@ -4,19 +4,23 @@ SGLang strips them in seven formats, as if they were the format's: a file that a
 end, and a text to be replaced no longer matches. Of these the models' own templates write a value right between its
 marks; dots' writes it on lines of its own, as ``\\n{value}\\n``, and models also without.
 
-Of MiniCPM 5's calls, which SGLang reads as XML, a value with tags in it would be empty.
+Of MiniCPM 5's calls, which SGLang reads as XML, a value with tags in it would be empty. And a number without end
+(``inf``), or larger than a float, would end an answer of three formats with an error; it is told as a text.
 """
 
 import html
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.function_call import mimo_detector
 from sglang.srt.function_call.core_types import StreamingParseResult
 from sglang.srt.function_call.deepseekv32_detector import DeepSeekV32Detector
 from sglang.srt.function_call.dots_detector import DotsToolDetector
 from sglang.srt.function_call.minicpm5_detector import MiniCPM5Detector
 from sglang.srt.function_call.minimax_m2 import MinimaxM2Detector
+from sglang.srt.function_call.minimax_m3 import MinimaxM3Detector
 from sglang.srt.function_call.poolside_v1_detector import PoolsideV1Detector
 from sglang.srt.function_call.step3_detector import Step3Detector
 
@@ -155,6 +159,18 @@ def of_step3(self: Any, text: str, tools: Any = None) -> tuple[str | None, dict[
     return name, given
 
 
+def or_text(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's function that reads a value by its schema, of a number that is too large the text."""
+
+    def converted(*args: Any) -> Any:
+        try:
+            return convert(*args)
+        except OverflowError:
+            return next(arg for arg in args if isinstance(arg, str))
+
+    return converted
+
+
 PLACES: tuple[tuple[Any, str, Any], ...] = (
     (DeepSeekV32Detector, "_parse_parameters_from_xml", of_deepseek),
     (DotsToolDetector, "_parse_xml_invoke", of_dots),
@@ -163,6 +179,14 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (PoolsideV1Detector, "parse_streaming_increment", of_poolside),
     (PoolsideV1Detector, "detect_and_parse", of_whole_poolside),
     (Step3Detector, "_parse_steptml_invoke", of_step3),
+    *(
+        (place, name, or_text(getattr(place, name)))
+        for place, name in (
+            (mimo_detector, "_convert_param_value"),
+            (MinimaxM2Detector, "_convert_param_value_with_types"),
+            (MinimaxM3Detector, "_convert_leaf_value"),
+        )
+    ),
 )
 """SGLang's, and what we put there."""
 

@@ -161,6 +161,16 @@ def test_a_text_of_minicpm_that_has_marks_of_xml(value, expected):
         assert told == whole("minicpm5", text) == ([], [("fun", {"a": expected, "b": 1})]), pieces
 
 
+@pytest.mark.parametrize("number", ["inf", "-1e999"])
+@pytest.mark.parametrize("parser", ["mimo", "minimax-m2", "minimax-m3"])
+def test_a_number_without_end_is_told_as_a_text(parser, number, monkeypatch):
+    calls = [("fun", {"f": number, "a": "x"}), ("gun", {"a": "z"})]
+    monkeypatch.setattr(tool_forms, "CALLS", calls)
+    text = FORMS[parser]("", "", "")
+    for pieces in cut(text):
+        assert streamed(parser, pieces) == whole(parser, text) == ([], calls), pieces
+
+
 @pytest.mark.parametrize("blank", ["", "\n"])
 @pytest.mark.parametrize("open_kind", [{}, {"anyOf": [{"type": "object"}, {"type": "null"}]}])
 def test_an_argument_of_minimax_m3_whose_kind_its_schema_leaves_open(open_kind, blank):

@@ -41,6 +41,20 @@ VALUE_SEAMS: tuple[Seam, ...] = (
                 "fname pname pval tools",
                 "_convert_param_value_with_types",
             ),
+            *(
+                (
+                    place,
+                    "replace",
+                    "reads a value, its first text, by its schema, and raises on a number without end",
+                    parameters,
+                    "int",
+                )
+                for place, parameters in (
+                    ("mimo_detector:_convert_param_value", "param_value param_name func_name tools"),
+                    ("minimax_m2:MinimaxM2Detector._convert_param_value_with_types", "value param_types"),
+                    ("minimax_m3:MinimaxM3Detector._convert_leaf_value", "value schema"),
+                )
+            ),
             (
                 "poolside_v1_detector:PoolsideV1Detector.parse_streaming_increment",
                 "replace",
