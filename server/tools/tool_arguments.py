@@ -34,17 +34,20 @@ from partial_json_parser.core.options import Allow
 from sglang.srt.function_call import base_format_detector, deepseekv32_detector, lfm2_detector
 from sglang.srt.function_call.base_format_detector import BaseFormatDetector
 from sglang.srt.function_call.core_types import StreamingParseResult
+from sglang.srt.function_call.lfm2_detector import Lfm2Detector
 from sglang.srt.function_call.llama32_detector import Llama32Detector
 from sglang.srt.function_call.minimax_m3 import MinimaxM3Detector
 from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
+
+from fathom.server.tools import named_calls
 
 Increment = Callable[[Any, str, Any], StreamingParseResult]
 _read = base_format_detector._partial_json_loads
 _increment = Llama32Detector.parse_streaming_increment
 _mistrals = MistralDetector.parse_streaming_increment
 _whole_mistrals = MistralDetector.detect_and_parse
-_pythonic = PythonicDetector.parse_streaming_increment
+_pythonic = named_calls.of_piece(PythonicDetector.parse_streaming_increment)
 _literal = PythonicDetector._get_parameter_value
 _init_pythonic = PythonicDetector.__init__
 _begin_m3, _scalar_m3 = MinimaxM3Detector._consume_param_start, MinimaxM3Detector._consume_scalar_param
@@ -198,10 +201,14 @@ class Lists:
         return None
 
 
-def end_of_list(text: str, begin: int) -> int:
-    """Where the bracket is that closes one; -1 for nowhere. Of calls, brackets within texts are none."""
+def end_of_list(text: str, begin: int, *, of_calls: bool = False) -> int:
+    """Where the bracket is that closes one; -1 for nowhere. Of calls, brackets within texts are none.
+
+    Args:
+        of_calls: whether it is known to be a list of calls.
+    """
     depth = 0
-    for found in (OF_CALLS if CALL.match(text, begin) else BRACKETS).finditer(text, begin):
+    for found in (OF_CALLS if of_calls or CALL.match(text, begin) else BRACKETS).finditer(text, begin):
         depth += {"[": 1, "]": -1}.get(found[0], 0)
         if depth == 0:
             return found.start()
@@ -329,6 +336,8 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (MistralDetector, "parse_streaming_increment", of_mistral),
     (MistralDetector, "detect_and_parse", of_whole_mistral),
     (PythonicDetector, "parse_streaming_increment", of_python),
+    (PythonicDetector, "detect_and_parse", named_calls.of_whole(PythonicDetector.detect_and_parse)),
+    (Lfm2Detector, "_parse_pythonic_content", named_calls.of_content(Lfm2Detector._parse_pythonic_content)),
     (PythonicDetector, "__init__", with_lists),
     (PythonicDetector, "_find_matching_bracket", closing_bracket),
     (PythonicDetector, "_get_parameter_value", literal),

@@ -22,6 +22,7 @@ from sglang.srt.function_call.mistral_detector import MistralDetector
 from sglang.srt.function_call.muse_glimmer_detector import MuseGlimmerDetector
 from sglang.srt.function_call.pythonic_detector import PythonicDetector
 
+from fathom.server.tools import named_calls
 from fathom.server.tools.tool_arguments import end_of_list
 
 M3 = re.escape("]<]minimax[>[")
@@ -106,7 +107,7 @@ def begin_of_list(answer: str, names: str) -> int:
     """As ``begin``, of a list of calls in Python."""
     calls, at = re.compile(rf"\[\s*(?:{names})\(\s*\w+\s*="), 0
     while opened := calls.search(answer, at):
-        at = end_of_list(answer, opened.start())
+        at = end_of_list(answer, opened.start(), of_calls=True)
         if at < 0:
             return opened.start()
     return len(answer)
@@ -123,4 +124,5 @@ def text_before(parser: Any, answer: str, rest: str) -> str:
 
 def has_tool_call(self: Any, text: str) -> bool:
     """SGLang's, also of a call's begin: of a text without a call nothing is left out."""
-    return _has_tool_call(self, text) or begin(self, text) < len(text)
+    readable = named_calls.readable(text, named_calls.stand_ins(self.tools))
+    return _has_tool_call(self, readable) or begin(self, text) < len(text)

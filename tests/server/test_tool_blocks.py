@@ -448,6 +448,34 @@ def test_nothing_of_a_cut_call_is_text_whatever_brackets_are_in_it(parser, text)
         assert streamed(parser, pieces, unfinished=True)[0] == whole(parser, text)[0] == [], pieces
 
 
+@pytest.mark.parametrize("name", ["get-x", "mcp__a.b-1__see", "import"])
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_tool_may_have_a_name_that_is_none_in_python(parser, name, monkeypatch):
+    """Also where its name is in a text, and another tool's is its end."""
+    if parser == "gpt-oss" and "." in name:  # in whose form a dot is behind a namespace
+        return
+    calls = [(name, {"a": f"x {name}(1) ['", "b": 1}), ("gun", {"a": "z"})]
+    tools = [
+        Tool(type="function", function={"name": each, "parameters": SCHEMA}) for each in ("gun", "x", name)
+    ]
+    monkeypatch.setattr(tool_forms, "CALLS", calls)
+    monkeypatch.setitem(globals(), "TOOLS", tools)
+    text = FORMS[parser](f"Well {name}(2): ", "", "")
+    said, found = whole(parser, text)
+    assert said == ["Well", f"{name}(2):"] and found == (calls[:1] if parser == "gigachat3" else calls)
+    for size in (1, 4, 30):
+        assert streamed(parser, [text[at : at + size] for at in range(0, len(text), size)]) == (said, found)
+
+
+def test_nothing_of_a_cut_call_of_such_a_tool_is_text(monkeypatch):
+    tools = [Tool(type="function", function={"name": "get-x", "parameters": SCHEMA})]
+    monkeypatch.setitem(globals(), "TOOLS", tools)
+    for pieces in cut(text := "Well: [get-x(a='x ])] y"):
+        assert streamed("pythonic", pieces, unfinished=True) == whole("pythonic", text) == (["Well:"], []), (
+            pieces
+        )
+
+
 @pytest.mark.parametrize("call", ["get-x(a='b')", "fun(a=", "none"])
 def test_text_around_a_list_of_lfm2_that_cannot_be_read_is_told(call):
     text = f"a <|tool_call_start|>[{call}]<|tool_call_end|> b"

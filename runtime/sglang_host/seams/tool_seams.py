@@ -300,6 +300,22 @@ TOOL_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "function_call.pythonic_detector:PythonicDetector.detect_and_parse",
+        "replace",
+        "reads calls as Python, which names of tools need not be",
+        "text tools",
+        reads_attributes("_get_tool_indices func id"),
+    ),
+    relies_on(
+        SERVER,
+        "function_call.lfm2_detector:Lfm2Detector._parse_pythonic_content",
+        "replace",
+        "the same between marks",
+        "content tools",
+        reads_attributes("_get_tool_indices _parse_pythonic_call"),
+    ),
+    relies_on(
+        SERVER,
         "function_call.dots_detector:DotsToolDetector.__init__",
         "replace",
         "keeps the pattern that a block of calls is searched for with, and strips what it finds",
