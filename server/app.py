@@ -127,7 +127,7 @@ def install(root_path: str) -> None:
     """
     from fathom.runtime.sglang_host import forking
     from fathom.runtime.sglang_host.reports import redact
-    from fathom.server.answers import chunks, offsets, thoughts
+    from fathom.server.answers import chunks, offsets, preambles, thoughts
     from fathom.server.api import control, detokenize, messages, ollama, parsers, responses, weight_versions
     from fathom.server.requests import aside, keys, templates
     from fathom.server.telemetry import labels, request_log
@@ -159,6 +159,7 @@ def install(root_path: str) -> None:
     tool_blocks.install()
     written_values.install()
     thoughts.install()
+    preambles.install()
     ollama.install()
     parsers.install()
     detokenize.install()

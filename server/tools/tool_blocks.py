@@ -169,7 +169,8 @@ def message_by_message(self: Any, new_text: str, tools: Any) -> StreamingParseRe
             continue
         plain = self._buffer + piece
         found = _harmonys(self, piece, tools)
-        if found.normal_text == plain and not any(mark in plain for mark in HARMONYS):
+        of_message = "<|message|>" in self.harmony_parser._buffer
+        if found.normal_text == plain and not (of_message or any(mark in plain for mark in HARMONYS)):
             # It is in the parser below too, which would tell it with the next message.
             self.harmony_parser = type(self.harmony_parser)()
         result.normal_text += found.normal_text or ""

@@ -53,6 +53,22 @@ ANSWER_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SERVER,
+        "parser.harmony_parser:CanonicalStrategy._parse_partial_analysis",
+        "replace",
+        "what is told of a message before its end, which it does of thoughts alone",
+        "text tokens start_pos",
+        reads_attributes("_extract_channel_type reasoning CHANNEL MESSAGE"),
+    ),
+    relies_on(
+        SERVER,
+        "parser.harmony_parser:HarmonyParser.parse",
+        "replace",
+        "keeps the begin of a message that is told in pieces; behind a call leaves a word out, or its begin",
+        "chunk",
+        reads_attributes("_buffer _should_filter_commentary _partial_commentary commentary"),
+    ),
+    relies_on(
+        SERVER,
         "entrypoints.openai.serving_completions:to_openai_style_logprobs",
         "replace",
         "each token with its log-probability, id and text, before the choice that they are of",
