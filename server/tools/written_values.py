@@ -63,9 +63,9 @@ def of_deepseek(self: Any, invoke_content: str, allow_partial: bool = False) -> 
         found[name] = value if is_text == "true" else json.loads(_deepseeks(self, match[0]))[name]
         end = match.end()
     rest = invoke_content[end:]
-    if allow_partial and (match := re.search(self.partial_parameter_regex, rest, re.DOTALL)):
-        if match[2] == "true":
-            found[match[1]] = split(match[3], [PARAMETER_END])[0]
+    if allow_partial and (begun := re.search(self.partial_parameter_regex, rest, re.DOTALL)):
+        if begun[2] == "true":
+            found[begun[1]] = split(begun[3], [PARAMETER_END])[0]
         else:
             found |= json.loads(_deepseeks(self, rest, allow_partial=True))
     return json.dumps(found, ensure_ascii=False)
