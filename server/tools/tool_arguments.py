@@ -58,7 +58,7 @@ CALL = re.compile(r"\[\s*[A-Za-z_]\w*\(")
 OBJECT = re.compile(r"\{\s*(?:[\"']|\Z)")
 ALL = re.compile(".*", re.DOTALL)
 BRACKETS = re.compile(r"[\[\]]")
-OF_CALLS = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]]""", re.DOTALL)
+OF_CALLS = re.compile(r"""'(?:[^'\\]|\\.)*(?:'|\\?\Z)|"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[\]]""", re.DOTALL)
 """Brackets, and texts in Python, the last one without its end too."""
 
 

@@ -63,7 +63,7 @@ BLOCKS: dict[type[BaseFormatDetector], tuple[str, str]] = {
 }
 """Marks before and behind a block of calls that is told as a whole."""
 OF_JSON = Qwen25Detector, HermesDetector
-STRING = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|$)')
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|\\?$)')
 """Of JSON, at the end of a text without its end."""
 STEP3S = re.compile(
     r'<steptml:parameter name="([^"]+)">((?:[^<]|<(?!/?steptml:))*+)</steptml:parameter>',

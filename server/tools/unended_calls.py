@@ -52,7 +52,7 @@ is before and behind all that is no text.
 OF_JSON = {GigaChat3Detector: r"<\|function_call\|>", Llama32Detector: r"<\|python_tag\|>"}
 """Formats whose calls have no mark behind them."""
 BETWEEN = re.compile(r"[;,\s]*")
-STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)', re.DOTALL)
+STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
 _has_tool_call = FunctionCallParser.has_tool_call
 
 

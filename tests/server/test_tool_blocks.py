@@ -133,6 +133,18 @@ def test_a_string_is_told_as_it_was_written(parser, monkeypatch):
             assert found == (calls[:1] if parser == "gigachat3" else calls)
 
 
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_piece_may_end_behind_a_backslash(parser, monkeypatch):
+    """With what could close a call before it, in a text."""
+    text = "x]}}}) </tool_call>\\n" if parser in ("qwen25", "hermes", "trinity") else "x]}}})\\n"
+    monkeypatch.setattr(tool_forms, "CALLS", calls := [("fun", {"a": text}), ("gun", {"a": "z"})])
+    text = FORMS[parser]("", "", "")
+    for end in (found.end() for found in re.finditer(r"\\", text)):
+        told = streamed(parser, [text[: end - 4], text[end - 4 : end], text[end:]])
+        assert told == ([], calls[:1] if parser == "gigachat3" else calls), text[:end]
+        assert whole(parser, text[:end])[0] == []
+
+
 def test_a_text_of_dots_on_lines_of_its_own(monkeypatch):
     """As its template has it; what else is at the ends is the text's."""
     calls = [("fun", {"a": "    x\n", "b": 1}), ("gun", {"a": "\ny"})]
