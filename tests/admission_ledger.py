@@ -55,9 +55,19 @@ class Ledger:
 
     def left(self):
         """Tokens at all depths, and virtual slots."""
-        leaned = len(self.engine.leaned() & self.engine.cached()[0]) * self.engine.size
-        slots = self.engine.allocator.virtual_size() + max(self.engine.tree.evictable_size_ - leaned, 0)
-        return self.pages() // LAYERS * self.engine.size - self.memory, slots - self.slots
+        return self.pages() // LAYERS * self.engine.size - self.memory, self.slots_without(()) - self.slots
+
+    def slots_without(self, taken, *readers):
+        """Virtual slots that could be had without these running requests; what readers found is in use."""
+        engine, size = self.engine, self.engine.size
+        (cached, evictable), leaned = engine.cached(), engine.leaned(taken)
+        others = {node for each in [*engine.running, *readers] if each not in taken for node in path_of(each)}
+        unlocked = [node.value for each in taken for node in path_of(each) if node not in others]
+        own = [engine.slots(each)[each.kv.cache_protected_len :] for each in taken]
+        free = {slot // size for slots in own for slot in slots} | (engine.leaned() - leaned - cached)
+        evictable |= {slot // size for slots in unlocked for slot in slots.tolist()}
+        found = len(free) + max(len(evictable) - len(leaned & cached), 0)
+        return engine.allocator.virtual_size() + found * size
 
     def taken(self, req, begin, end):
         plan = self.engine.allocator.plan_of(req)
@@ -111,17 +121,16 @@ class Ledger:
         return self.chunk is None or pages_of(new, size) * size <= self.chunk
 
     def room_for(self, req):
-        """What is left, as tokens of a waiting request: at all depths it would take as many as it is long, and what
-        it saves of whole pages is left."""
+        """What is left for a waiting request: the less of memory and slots."""
+        return min(self.rooms(req))
+
+    def rooms(self, req):
+        """Memory and slots. Memory as tokens of a waiting request: it would take as many as it is long at all
+        depths, and what it saves of whole pages is left."""
         size, begin, end = self.engine.size, len(req.prefix_indices), len(req.full_untruncated_fill_ids)
         dense = (pages_of(end, size) - pages_of(begin, size)) * size
         memory, slots = self.left()
-        return min(memory + dense - self.dense(self.taken(req, begin, end)), slots)
-
-    def room_after(self, req):
-        """What a waiting request leaves of it, with a page to spare."""
-        new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-        return self.room_for(req) - new - answer_left(req) - self.engine.size
+        return memory + dense - self.dense(self.taken(req, begin, end)), slots
 
     def held(self, taken, req):
         """Pages that running requests hold, and that neither others nor what a waiting one found hold too."""
@@ -138,14 +147,19 @@ class Ledger:
         """Whom a waiting request takes out for its row: no more than make room for it, the least urgent first."""
         if not self.in_line(req)[0]:
             return set()
-        missing, found = 1 - self.room_after(req), set()
+        size, new = self.engine.size, len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        needed, found = new + answer_left(req) + size + 1, set()  # a page to spare
+        (memory, slots), had = self.rooms(req), self.slots_without((), req)
+        room = min(memory, slots)
         for each in sorted(self.decoding, key=lambda each: each.priority):
-            if req.priority - each.priority <= threshold or (found and missing <= 0):
+            if req.priority - each.priority <= threshold or (found and needed <= room):
                 break
             more = self.held(found | {each}, req) - self.held(found, req)
             found.add(each)
-            missing -= answer_left(each) * self.ratio + more // LAYERS * self.engine.size
-        return found if missing <= 0 else set()
+            memory += answer_left(each) * self.ratio + more // LAYERS * size
+            slots += answer_left(each) * self.ratio
+            room = min(memory, slots + self.slots_without(found, req) - had)
+        return found if needed <= room else set()
 
     def give_up(self, taken):
         """Running requests were taken out."""

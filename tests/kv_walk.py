@@ -106,9 +106,10 @@ class Engine:
         """Whether a running request has KV of its own of its prompt, less than all of it."""
         return self.memory.settled(req.kv.req_pool_idx) and self.depths[req.extra_key] > 0
 
-    def leaned(self):
+    def leaned(self, besides=()):
         """Virtual pages of prompts that drafts read on in, though their requests have copies of what is left."""
-        leaning = [req for req in self.running if self.dropped(req) and req in self.handed_over]
+        running = [req for req in self.running if req not in besides]
+        leaning = [req for req in running if self.dropped(req) and req in self.handed_over]
         pages = [
             self.slots(req)[: req.kv.cache_protected_len : self.size]
             for req in leaning

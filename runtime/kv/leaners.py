@@ -5,6 +5,8 @@ own of what is left of its prompt, the prefix cache has the prompt's shared KV, 
 reading. What is free then are the physical pages: the virtual ones stay until nobody leans on them.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -58,3 +60,13 @@ class Leaners:
         self.alone -= len(alone)
         self.cached -= len(left) - len(alone)
         return alone
+
+    def left_by(self, rows: Sequence[int]) -> tuple[int, int]:
+        """Pages on which nobody would lean without these rows: those that nobody holds, and cached ones."""
+        leaned = [self._pages[row] for row in rows if row in self._pages]
+        if not leaned:
+            return 0, 0
+        pages, counts = np.unique(np.concatenate(leaned), return_counts=True)
+        left = self._alone[pages[counts == self._count[pages]]]
+        alone = int(np.count_nonzero(left))
+        return alone, len(left) - alone

@@ -187,13 +187,13 @@ class Admitting(Engine):
         self.tree.inc_lock_ref(req.last_node)
         pages = ledger.pages()
         expected = ledger.taken_out(req, adder.priority_scheduling_preemption_threshold)
+        held, slots = ledger.held(expected, req), ledger.slots_without(expected, req)
         self.tree.dec_lock_ref(req.last_node)
-        held = ledger.held(expected, req)
         self.seen["together"] += held > sum(ledger.held({each}, req) for each in expected)
         answer = ask()
         assert set(adder.preempt_list) - before == expected
         self.tree.inc_lock_ref(req.last_node)
-        assert ledger.pages() == pages + held
+        assert (ledger.pages(), ledger.slots_without((), req)) == (pages + held, slots)
         self.tree.dec_lock_ref(req.last_node)
         ledger.give_up(expected)
         self.decoding = ledger.decoding
@@ -253,7 +253,7 @@ class Admitting(Engine):
 
         if self.urgent and ledger.full:
             gave_way, result = self.gives_way(adder, ledger, req, ask)
-            self.seen["for memory" if gave_way else "stays"] += 1
+            self.seen["for room" if gave_way else "stays"] += 1
             expected = self.expected(ledger, req)
         else:
             before = list(adder.preempt_list)
@@ -313,14 +313,27 @@ class UrgentAlike(Urgent):
         self.policies = self.policies[:1]
 
 
+class UrgentForSlots(Urgent):
+    """Virtual slots are what is missing, of which some hold many more than of memory, and some fewer."""
+
+    rows, factors, begins, answers, pools, chunks = 5, (1,), (24, 40), (9, 20), (120,), (64,)
+    kinds = (
+        {},
+        {"kv_retention_rate": 0.3},
+        {"depth_cutoff": 1, "anchors": "none"},
+        {"kv_retention_rate": 0.1, "speculative": True},
+    )
+
+
 MET = {"let in", "held back", "chunk", "parked", "alone", "mixed"}
 WALKS = {
     Admitting: (16, MET),
     FewStates: (8, MET | {"states"}),
     Judged: (8, MET - {"parked"} | {"states at once"}),
     FewRows: (8, MET - {"parked"} | {"rows"}),
-    Urgent: (10, MET - {"parked"} | {"for a row", "for memory", "stays", "gave way"}),
-    UrgentAlike: (12, {"for a row", "for memory", "together"}),
+    Urgent: (10, MET - {"parked"} | {"for a row", "for room", "stays", "gave way"}),
+    UrgentAlike: (12, {"for a row", "for room", "together"}),
+    UrgentForSlots: (8, {"for room", "stays"}),
 }
 
 

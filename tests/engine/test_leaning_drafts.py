@@ -20,6 +20,7 @@ def servers(start_server, tiny_model, close_draft):
     def start(page, factor):
         flags = ("--max-total-tokens", POOL, "--page-size", page, "--shallow-factor", factor)
         flags += ("--dtype", "float32", "--chunked-prefill-size", 256, "--schedule-conservativeness", 0.2)
+        flags += ("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", 0)
         return start_server(tiny_model, *map(str, flags), *draft_flags(close_draft, 0))
 
     return {name: start(*sizes) for name, sizes in SERVERS.items()}
@@ -81,6 +82,23 @@ def test_slots_come_from_where_nobody_reads(servers):
     together, _ = beside(server, asked[0], asked[1:])
     server.flush()
     assert list(map(said, together)) == [said(ask(server, each)) for each in asked]
+
+
+def test_who_is_more_urgent_takes_one_of_two_out(servers):
+    """Each holds the slots of its whole prompt, and memory for a tenth."""
+    server, policy = servers["tight"], RETAIN | {"kv_retention_rate": 0.1}
+    asked = [body(seed, 700, policy, 80) | {"priority": 0} for seed in (8, 9)]
+    urgent = body(10, 600, {}, 4) | {"priority": 1}
+    with ThreadPoolExecutor(2) as pool:
+        with slowed(server, 0.05):
+            longs = [pool.submit(ask, server, each) for each in asked]
+            wait_until(lambda: server.engine()["kv_pool"]["depth_pages"]["evictable"] >= 1400)
+            together = [ask(server, urgent)]
+            assert not any(each.done() for each in longs)
+        together += [each.result() for each in longs]
+    assert sum(each["meta_info"]["num_retractions"] for each in together) == 1
+    server.flush()
+    assert list(map(said, together)) == [said(ask(server, each)) for each in (urgent, *asked)]
 
 
 @pytest.mark.parametrize("name", SERVERS)

@@ -56,6 +56,12 @@ class LeaningMachine(RuleBasedStateMachine):
         assert set(told) == leaned - self.leaned - self.cached
         self.free |= set(told)
 
+    @rule(rows=st.sets(st.integers(0, 5)))
+    def would_end(self, rows):
+        others = set().union(*(pages for row, pages in self.rows.items() if row not in rows))
+        left = self.leaned - others
+        assert self.leaners.left_by(sorted(rows)) == (len(left - self.cached), len(left & self.cached))
+
     @rule()
     def forget(self):
         self.leaners.clear()

@@ -54,13 +54,16 @@ class DepthRadixCache(RadixCache):
         # Together with what is free, so that no page is lost to rounding twice. Tokens may be cached with few pages
         # behind them, or none: then it is virtual slots that can be had back.
         pages = allocator.dense_size(allocator.memory.pool.free + self.evictable_pages)
-        return min(allocator.virtual_size() + self.evictable_slots, pages) - allocator.available_size()
+        return min(allocator.virtual_size() + self.slots_to_evict(), pages) - allocator.available_size()
 
-    @property
-    def evictable_slots(self) -> int:
-        """Virtual slots that could be had back, at least."""
-        leaned = self.token_to_kv_pool_allocator.memory.leaners.cached * self.page_size
-        return max(self.evictable_size_ - leaned, 0)
+    def slots_to_evict(self, unlocked: int = 0, left: int = 0) -> int:
+        """Virtual slots that could be had back, at least.
+
+        Args:
+            unlocked: tokens that would not be in use any more; left: cached pages that nobody would lean on.
+        """
+        leaned = self.token_to_kv_pool_allocator.memory.leaners.cached - left
+        return max(self.evictable_size_ + unlocked - leaned * self.page_size, 0)
 
     # --- requests that hold copies of their own of what is left of their prompt ---
 

@@ -27,6 +27,7 @@ from fathom.runtime.sglang_host.requests import is_judged, prompt_tokens
 from fathom.runtime.sglang_host.sampling.beams import rows_to_take
 from fathom.runtime.sglang_host.scheduling import between_chunks
 from fathom.runtime.sglang_host.scheduling.short_prompts import Beside, outranks
+from fathom.runtime.sglang_host.scheduling.taken_out import TakenOut
 
 _alloc_for_extend = allocation.alloc_for_extend
 _alloc_for_decode = allocation.alloc_for_decode
@@ -167,14 +168,20 @@ class DepthPrefillAdder(PrefillAdder):
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
     _judged: Req | None = None
-    _held: dict[Req, int] | None = None  # by those who may be taken out, in turn; None where nobody may be
-    _locks: dict[Any, int]  # of nodes of the cache, less those of these requests
+    _gained: dict[Req, float] | None = (
+        None  # with those who may be taken out, in turn; None where nobody may be
+    )
+    _taken_out: TakenOut
     _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
     @property
     def rem_total_tokens(self) -> float:
-        left = (super().rem_total_tokens + self._not_virtual() - self._mixed) / self._share + self._saved
-        return min(left, self._virtual_left(self.rem_total_token_offset))
+        return min(self._left())
+
+    def _left(self) -> tuple[float, int]:
+        """Of memory and of virtual slots."""
+        memory = (super().rem_total_tokens + self._not_virtual() - self._mixed) / self._share + self._saved
+        return memory, self._virtual_left(self.rem_total_token_offset)
 
     @property
     def cur_rem_tokens(self) -> float:
@@ -221,7 +228,7 @@ class DepthPrefillAdder(PrefillAdder):
         """Virtual slots that can be had, less those that SGLang has charged or promised."""
         had = self.token_to_kv_pool_allocator.virtual_size()
         if not self.tree_cache.is_chunk_cache():
-            had += self.tree_cache.evictable_slots
+            had += self.tree_cache.slots_to_evict()
         return had - charged - self._saved_before - self._mixed_slots
 
     def add_one_req(self, req: Req, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
@@ -262,34 +269,30 @@ class DepthPrefillAdder(PrefillAdder):
         left = min(max(answer - len(req.output_ids), 0), most)
         spare = self.page_size + 1 + left - min(answer, most)
         self.rem_total_token_offset += spare
-        self._held, self._locks = {}, {}
+        self._gained = {}
+        self._taken_out = TakenOut(self.token_to_kv_pool_allocator, tree_of(self.tree_cache))
         try:
             with self._lock_node(req.last_node):
                 return bool(self._judge(req, len(req.full_untruncated_fill_ids), super().preempt_to_schedule))
         finally:
-            free_now = sum(self._held[each] for each in self.preempt_list[before:])
+            free_now = sum(self._gained[each] for each in self.preempt_list[before:])
             self.rem_total_token_offset += free_now - spare
-            self._held = None
-
-    def _held_by(self, req: Req) -> int:
-        """Tokens at all depths that the pages hold which a running request leaves when it is taken out, after all
-        that were asked about before it."""
-        allocator, node, shared = self.token_to_kv_pool_allocator, req.last_node, 0
-        while node is not None and node.parent is not None:
-            self._locks[node] = self._locks.get(node, node.lock_ref) - 1
-            shared += len(node.key) if self._locks[node] else 0
-            node = node.parent
-        others = allocator.plan_of(req).shared_spans * (shared // self.page_size)
-        return allocator.dense_size(allocator.held_pages([req])[0] - others)
+            self._gained = None
 
     def _get_running_request_total_token_offset(self, req: Req) -> float:
-        """SGLang's: what a request may still take. Where it may be taken out, what it holds counts too."""
+        """SGLang's: what a request may still take. Where it may be taken out, what room it leaves counts too."""
         expected = super()._get_running_request_total_token_offset(req)
-        if self._held is None:
+        if self._gained is None:
             return expected
-        if req not in self._held:
-            self._held[req] = self._held_by(req)
-        return expected + self._held[req]
+        if req not in self._gained:
+            before = self._left_without_them()
+            self._taken_out.add(req)
+            self._gained[req] = self._left_without_them() - before
+        return expected + self._gained[req]
+
+    def _left_without_them(self) -> float:
+        memory, slots = self._left()
+        return min(memory + self._taken_out.tokens, slots + self._taken_out.slots)
 
     def _has_to_wait(self, req: Req, has_chunked_req: bool) -> bool:
         """Whether a new request cannot be in this batch, however much room there is."""
