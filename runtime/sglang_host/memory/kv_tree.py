@@ -197,10 +197,10 @@ class DepthRadixCache(RadixCache):
         allocator = self.token_to_kv_pool_allocator
         pool, wanted = allocator.memory.pool, params.num_tokens
         before, slots = pool.in_use.copy(), allocator.virtual_size()
-        result = super().evict(replace(params, num_tokens=max(wanted, self.evictable_size_ // EVICTIONS)))
-        more = result
+        params = replace(params, num_tokens=max(wanted, self.evictable_size_ // EVICTIONS))
+        result = more = super().evict(params)
         while allocator.seeks_slots and more.num_tokens_evicted and allocator.virtual_size() - slots < wanted:
-            more = super().evict(replace(params, num_tokens=wanted))
+            more = super().evict(params)
             result.num_tokens_evicted += more.num_tokens_evicted
         self.evictable_per_span -= before - pool.in_use
         return result
