@@ -168,9 +168,7 @@ class DepthPrefillAdder(PrefillAdder):
     _saved_before = 0  # by the requests that were let in
     _share = 1.0
     _judged: Req | None = None
-    _gained: dict[Req, float] | None = (
-        None  # with those who may be taken out, in turn; None where nobody may be
-    )
+    _gained: dict[Req, float] | None = None  # with who may be taken out, in turn; None where nobody may
     _taken_out: TakenOut
     _states = 0  # the most tokens of this batch's prompts whose hidden states may wait for FastKV's selection
 
