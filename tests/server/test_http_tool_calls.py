@@ -1,6 +1,7 @@
 """Calls that ``tool_choice`` demands, of servers with and without a parser of calls: whole and streamed."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -93,8 +94,9 @@ def test_arguments_in_the_models_own_form_are_an_object(parsing, parameters, str
     body = {"model": "x", "messages": TURN, "tools": [{"type": "function", "function": function}]}
     body |= {"tool_choice": "required", "max_tokens": 100, "temperature": 0.7, "logprobs": True}
     begun = []
-    for seed in range(8):
-        events = events_of(parsing, CHAT, body | {"seed": seed})
+    with ThreadPoolExecutor(8) as pool:
+        streams = list(pool.map(lambda seed: events_of(parsing, CHAT, body | {"seed": seed}), range(8)))
+    for events in streams:
         choices = [choice for event in events for choice in event["choices"]]
         calls = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
         pieces = [piece for piece in calls if piece["index"] == 0]
@@ -133,7 +135,8 @@ def test_a_call_that_is_cut_off_is_not_completed(request, served, route):
                 told += event.get("delta", {}).get("partial_json", "")
         return told
 
-    told = [arguments(limit) for limit in range(1, 80, 2)]
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(arguments, range(1, 80, 2)))
     assert json.loads(told[-1])["box"] in ("red", "blue")
     assert len({text for text in told if text and text != told[-1]}) > 1
     assert all(told[-1].startswith(text) for text in told)
