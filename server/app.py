@@ -153,13 +153,9 @@ def install(root_path: str) -> None:
     offsets.install()
     control.install()
     tool_calls.install()
-    tool_steps.install()
-    tool_arguments.install()
-    glm_calls.install()
-    tool_blocks.install()
-    written_values.install()
-    thoughts.install()
-    preambles.install()
+    for module in (tool_steps, tool_arguments, glm_calls, tool_blocks, written_values, thoughts, preambles):
+        for place in module.PLACES:
+            setattr(*place)
     ollama.install()
     parsers.install()
     detokenize.install()

@@ -50,9 +50,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (HarmonyParser, "parse", parse),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

@@ -89,9 +89,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (BaseReasoningFormatDetector, "_parse_streaming_increment_impl", increment),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

@@ -124,9 +124,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (glm47_moe_detector, "re", SimpleNamespace(**{**vars(re), "search": search})),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

@@ -19,7 +19,7 @@ def stand_ins(tools: Iterable[Any]) -> dict[str, str]:
     """The names of tools that Python cannot read, by what stands in for them."""
     names = (tool.function.name or "" for tool in tools)
     return {
-        f"tool_{name.encode().hex()}": name
+        f"tool_{name.encode().hex()}_": name  # which is no begin of another
         for name in names
         if NAME.fullmatch(name) and (iskeyword(name) or not name.isidentifier())
     }

@@ -343,9 +343,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (PythonicDetector, "_get_parameter_value", literal),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

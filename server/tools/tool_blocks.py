@@ -465,9 +465,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (FunctionCallParser, "parse_non_stream", whole),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

@@ -102,9 +102,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     (OpenAIServingChat, "_check_for_unstreamed_tool_args", no_remainder),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

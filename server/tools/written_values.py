@@ -189,9 +189,3 @@ PLACES: tuple[tuple[Any, str, Any], ...] = (
     ),
 )
 """SGLang's, and what we put there."""
-
-
-def install() -> None:
-    """Put our functions in SGLang's places."""
-    for place in PLACES:
-        setattr(*place)

@@ -460,16 +460,15 @@ def test_nothing_of_a_cut_call_is_text_whatever_brackets_are_in_it(parser, text)
         assert streamed(parser, pieces, unfinished=True)[0] == whole(parser, text)[0] == [], pieces
 
 
-@pytest.mark.parametrize("name", ["get-x", "mcp__a.b-1__see", "import"])
+@pytest.mark.parametrize("name", ["get-x", "get-xy", "mcp__a.b-1__see", "import"])
 @pytest.mark.parametrize("parser", FORMS)
 def test_a_tool_may_have_a_name_that_is_none_in_python(parser, name, monkeypatch):
-    """Also where its name is in a text, and another tool's is its end."""
+    """Also where its name is in a text, and another tool's is its end or its begin."""
     if parser == "gpt-oss" and "." in name:  # in whose form a dot is behind a namespace
         return
     calls = [(name, {"a": f"x {name}(1) ['", "b": 1}), ("gun", {"a": "z"})]
-    tools = [
-        Tool(type="function", function={"name": each, "parameters": SCHEMA}) for each in ("gun", "x", name)
-    ]
+    names = dict.fromkeys(["gun", "x", "get-x", name])
+    tools = [Tool(type="function", function={"name": each, "parameters": SCHEMA}) for each in names]
     monkeypatch.setattr(tool_forms, "CALLS", calls)
     monkeypatch.setitem(globals(), "TOOLS", tools)
     text = FORMS[parser](f"Well {name}(2): ", "", "")
