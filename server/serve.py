@@ -142,10 +142,12 @@ def _verify_seams() -> None:
 def _server_args(words: list[str], options: EngineOptions) -> Any:
     """SGLang's parsed arguments; its parser's pages of usage are cut down to what was wrong."""
     from fathom.runtime.sglang_host import engine_args
-    from fathom.runtime.sglang_host.models import rope_overrides
+    from fathom.runtime.sglang_host.draft import draft_config
+    from fathom.runtime.sglang_host.models import language_models
     from fathom.runtime.sglang_host.reports import redact
 
-    rope_overrides.install()
+    language_models.install()
+    draft_config.install()
     checks.refuse_abbreviations(words, engine_args.options())
     captured = io.StringIO()
     try:

@@ -15,7 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, UnloadLoRAAdapterReqInput
 from sglang.srt.managers.tokenizer_manager import ReqState, ServerStatus, TokenizerManager
-from sglang.srt.runtime_context import get_lora
+from sglang.srt.runtime_context import get_disagg, get_lora, get_model, get_serving
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from fathom.runtime.config import POLICY_KEY, Policy
@@ -25,7 +25,7 @@ from fathom.runtime.sglang_host.scheduling.priorities import FirstValues, Priori
 from fathom.server.answers.errors import ControlError
 from fathom.server.api.control import ControlCommunicator, check_logging, check_profile
 from fathom.server.command.files import adapter_problem
-from fathom.server.requests import bounds
+from fathom.server.requests import bounds, templates
 from fathom.server.requests.adapters import Adapters, Unloaded, adapter_of, each, of_tensors
 from fathom.server.requests.applied_policy import apply_policy, constrain, refuse_prompt_outputs
 from fathom.server.requests.context import CURRENT, Face, RequestContext, public
@@ -57,6 +57,8 @@ class FathomTokenizerManager(TokenizerManager):
         self.face = face
         self.request_metrics: RequestMetrics | None = None
         super().__init__(server_args, port_args)
+        if get_disagg().language_model_only:
+            templates.complete(self.tokenizer, get_serving().tokenizer_path, get_model().revision)
         self._custom_labels = frozenset(server_args.tokenizer_metrics_allowed_custom_labels or ())
         face.limits = replace(face.limits, layers=self.model_config.num_hidden_layers)
 

@@ -290,6 +290,22 @@ def share_server(tmp_path_factory, template):
         yield functools.partial(serve, run, template)
 
 
+TEXT_MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "dtype": "float32",
+}
+"""The shape of small random models, in the words of their configurations."""
+
+
 def save_random_model(folder: Path, family: str = "Llama", seed: int = 7, **changes: object) -> Path:
     """A small random model with the demo's tokenizer; untied and spread out, so that its logits differ.
 
@@ -305,21 +321,7 @@ def save_random_model(folder: Path, family: str = "Llama", seed: int = 7, **chan
         if (DEMO_TARGET / name).exists():
             shutil.copy(DEMO_TARGET / name, folder / name)
     vocabulary = json.loads((DEMO_TARGET / "config.json").read_text())["vocab_size"]
-    options = {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": vocabulary - 1,
-        "dtype": "float32",
-    }
+    options = TEXT_MODEL | {"vocab_size": vocabulary, "eos_token_id": vocabulary - 1}
     config = getattr(transformers, f"{family}Config")(**options | changes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)

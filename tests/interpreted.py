@@ -79,3 +79,13 @@ class Oracle:
             got = [value for value, _, _ in entries]
             assert got == pytest.approx(row[[token for _, token, _ in entries]].tolist(), abs=tolerance)
         return meta["fathom"]
+
+
+def check_all(server, target, draft, triggers, tolerance=TOLERANCE):
+    """Every mechanism alone and all together, against explicit masks."""
+    expected = Oracle(target, draft, triggers)
+    for name, answer in ask_all(server, POLICIES).items():
+        account = expected.check(name, answer, tolerance=tolerance)
+        narrowed = name not in ("dense", "SFI", "drafting")
+        assert (account["kept_tokens"] < account["prompt_tokens"]) == narrowed
+    assert server.engine()["ended_rows"] > 0

@@ -23,8 +23,9 @@ def install(options: EngineOptions) -> None:
     from sglang.srt.managers import scheduler as scheduler_module
     from sglang.srt.platforms import current_platform
 
+    from fathom.runtime.sglang_host.draft import draft_config
     from fathom.runtime.sglang_host.machine import gloo
-    from fathom.runtime.sglang_host.models import adapter_files, longrope, rope_overrides, weight_files
+    from fathom.runtime.sglang_host.models import adapter_files, language_models, longrope, weight_files
     from fathom.runtime.sglang_host.platform import (
         DepthPagePlatform,
         FathomCpuPlatform,
@@ -44,7 +45,8 @@ def install(options: EngineOptions) -> None:
     scheduler_module.Scheduler = FathomScheduler
     ours = isinstance(current_platform, DepthPagePlatform)
     gloo.share_device()
-    rope_overrides.install()
+    language_models.install()
+    draft_config.install()
     longrope.install()
     seeds.install(ours)
     sessions.install()

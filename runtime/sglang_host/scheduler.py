@@ -396,7 +396,7 @@ class FathomScheduler(Scheduler):
             "the model has sliding-window layers": bool(attention_layers.window_of(runner)),
             "streaming sessions are on": get_serving().enable_streaming_session,
             "the model is spread over pipeline stages": self.ps.pp_size > 1,
-            "the model takes images or sound": config.is_multimodal,
+            "the model takes images or sound, and --language-model-only was not given": config.is_multimodal,
         }
         found = [reason for reason, holds in reasons.items() if holds]
         draft = self.tp_worker.draft_worker

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_schedule, get_serving, get_spec
+from sglang.srt.runtime_context import get_disagg, get_schedule, get_serving, get_spec
 
 from fathom.runtime import flow
 from fathom.runtime.decode import SlowFast
@@ -42,7 +42,7 @@ from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.memory.kv_tree import tree_of
 from fathom.runtime.sglang_host.memory.tails import Tail, Tails
-from fathom.runtime.sglang_host.models import rope_scaling, split_prefill
+from fathom.runtime.sglang_host.models import language_models, rope_scaling, split_prefill
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.scheduling import kv_schedule
@@ -81,6 +81,8 @@ class FathomWorker(TpModelWorker):
     _draft_seconds: float  # of this step: what the draft took of it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if get_disagg().language_model_only:
+            language_models.register()
         super().__init__(*args, **kwargs)
         if isinstance(current_platform, FathomCudaPlatform):
             gpu_streams.put_steps_first(self.model_runner)

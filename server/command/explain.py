@@ -29,6 +29,7 @@ KV_BYTES = {"bf16": 2, "bfloat16": 2} | dict.fromkeys(NARROW, 1)
 """Of a number in what ``--kv-cache-dtype`` names; with ``auto`` it is the model's."""
 MODELOPT_CONFIG = "hf_quant_config.json"
 """Where ModelOpt may say what others say in ``quantization_config``."""
+SENSES = {"vision_config": "images", "audio_config": "sound"}
 DESCRIPTION = """What a policy does to a prompt: how many tokens each span of layers computes and keeps, what KV
 memory that takes, and what it should save, by counting FLOPs and bytes. Reads a model's config.json only.
 """
@@ -211,6 +212,11 @@ def case_of(options: argparse.Namespace) -> Case:
         notes.append(
             f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token; a server "
             "whose engine has such windows takes no policy but exact."
+        )
+    if seen := [name for part, name in SENSES.items() if content.get(part)]:
+        notes.append(
+            f"The checkpoint takes {' and '.join(seen)} too, which is not counted; a server takes no policy but "
+            "decode: slow_fast, unless --language-model-only serves its texts alone."
         )
     if kept := quantization.kept_layers(content):
         notes.append(

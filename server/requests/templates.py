@@ -4,9 +4,30 @@ Templates are programs. One that a client sent would run in the process that ans
 likes: tokenizers take it as a value of ``chat_template_kwargs``.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 TEMPLATE = "chat_template"
+
+OF_PROCESSORS = "chat_template.json"
+"""Where a checkpoint that takes images may keep its template: for its processor, which reads texts and images."""
+
+
+def complete(tokenizer: Any, model: str, revision: str | None) -> None:
+    """Give a tokenizer the template that its checkpoint keeps for a processor, if there is one and it has none.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or None where none is loaded.
+        model: the folder or repository that it is from.
+    """
+    from transformers.utils import cached_file
+
+    if tokenizer is None or getattr(tokenizer, TEMPLATE, None) is not None:
+        return
+    file = cached_file(model, OF_PROCESSORS, revision=revision, _raise_exceptions_for_missing_entries=False)
+    if file is not None:
+        tokenizer.chat_template = json.loads(Path(file).read_text("utf-8"))[TEMPLATE]
 
 
 def install() -> None:

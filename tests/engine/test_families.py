@@ -6,11 +6,20 @@ import pytest
 import transformers
 from conftest import save_random_model
 from greedy import TOLERANCE, ask, body_of
-from interpreted import POLICIES, SERVED, Oracle, ask_all
+from interpreted import SERVED, check_all
 from noisy import draft_flags, noisy_copy
+from sglang.srt.configs.model_config import ModelConfig
 
+from fathom.runtime.sglang_host.draft import draft_config
 from fathom.runtime.sglang_host.scheduler import ignored_window
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9}
 FAMILIES = {
     "Phi3": {},
@@ -18,6 +27,7 @@ FAMILIES = {
     "Gemma": {"tie_word_embeddings": True},
     "Apertus": {},
     "Olmo2": {"hidden_size": 128},
+    "Ministral3": {"rope_parameters": YARN | {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
 }
 TOLERANCES = {"Gemma": 3e-3, "Apertus": 5e-3}
 """SGLang rounds some of their constants to bfloat16."""
@@ -34,16 +44,6 @@ WITH_EXPERTS = {
         **EXPERTS,
     },
 }
-
-
-def check_all(server, target, draft, triggers, tolerance=TOLERANCE):
-    """Every mechanism alone and all together, against explicit masks."""
-    expected = Oracle(target, draft, triggers)
-    for name, answer in ask_all(server, POLICIES).items():
-        account = expected.check(name, answer, tolerance=tolerance)
-        narrowed = name not in ("dense", "SFI", "drafting")
-        assert (account["kept_tokens"] < account["prompt_tokens"]) == narrowed
-    assert server.engine()["ended_rows"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,6 +74,16 @@ def test_experts_and_a_draft_of_another_family(start_server, tmp_path, close_dra
     judged = {"prefill_keep_rate": 0.5, "min_prompt_tokens": 64}
     assert said(judged | {"speculative": True}) == said(judged)
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_draft_with_experts_is_the_model_that_it_is(tmp_path, monkeypatch, family):
+    """SGLang would load the part of such a checkpoint that drafts for the model itself."""
+    monkeypatch.setattr(ModelConfig, "_config_draft_model", ModelConfig._config_draft_model)
+    draft_config.install()
+    save_random_model(tmp_path, family, **WITH_EXPERTS[family])
+    config = ModelConfig(str(tmp_path), is_draft_model=True).hf_config
+    assert config.architectures == [f"{family}ForCausalLM"]
 
 
 def test_windows_of_which_sglang_tells_nothing(start_server, tmp_path):

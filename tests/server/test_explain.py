@@ -146,6 +146,21 @@ def test_sliding_windows_are_said_not_to_be_counted(figures, model, changes, tol
     assert any("sliding window of 1,024 tokens" in note for note in notes) == told
 
 
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"vision_config": {"depth": 2}}, "takes images too"),
+        ({"audio_config": {"layers": 1}, "vision_config": {"depth": 2}}, "takes images and sound too"),
+        ({"vision_config": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_images_and_sound_are_said_not_to_be_counted(figures, model, parts, told):
+    (model / "config.json").write_text(json.dumps({"text_config": SMALL} | parts))
+    notes = [note for note in figures("--prompt-tokens", 3000)["notes"] if "--language-model-only" in note]
+    assert bool(notes) == bool(told) and all(told in note for note in notes)
+
+
 def test_the_table_of_the_demo(capsys):
     assert cli.main(["explain", "--prompt-tokens", "4k", "--preset", "turbo"]) == 0
     text = capsys.readouterr().out

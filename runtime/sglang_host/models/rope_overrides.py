@@ -21,12 +21,10 @@ WHOLE, SCALING = "rope_parameters", "rope_scaling"
 BESIDE = ("rope_theta", "partial_rotary_factor")
 """What ``config.json`` may have beside the scaling."""
 
+BY_POSITION, SHORT = "llama_4_scaling_beta", "original_max_position_embeddings"
+"""How much queries grow with each so many positions, a number that SGLang looks for beside ``rope_parameters``."""
+
 _get_config = model_config.get_config
-
-
-def install() -> None:
-    """Let SGLang read models' configurations by way of :func:`get_config`. Before it reads the first."""
-    model_config.get_config = get_config
 
 
 def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -40,6 +38,8 @@ def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **
     # With latent attention, SGLang's words are the scores' too.
     if kind_of(own) and not hasattr(text, "kv_lora_rank"):
         text.rope_parameters = spelled(own)
+        if BY_POSITION in own and own.get(SHORT) is not None:
+            setattr(text, SHORT, own[SHORT])
     return config
 
 
@@ -62,7 +62,7 @@ def spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if attention is not None:
             result["attn_factor"] = attention / (1 + 0.1 * math.log(max(factor, 1)))
     if kind == "longrope":
-        short = result.get("original_max_position_embeddings")
+        short = result.get(SHORT)
         if attention is None and factor is not None and short is not None:
             attention = math.sqrt(1 + math.log(factor) / math.log(short)) if factor > 1 else 1.0
         if attention is not None:

@@ -30,6 +30,14 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
         reads_attributes("is_draft_worker speculative_draft_model_path"),
     ),
     relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "configs.model_config:ModelConfig._config_draft_model",
+        "replace",
+        "takes a draft of some architectures for the part of a checkpoint that drafts for its own model",
+        "",
+        reads_attributes("is_draft_model architectures"),
+    ),
+    relies_on(
         SCHEDULER,
         "layers.moe.utils:draft_model_build_scope",
         "call",

@@ -281,13 +281,6 @@ ENGINE_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         f"{SERVER} {SCHEDULER}",
-        "configs.model_config:ModelConfig.__init__",
-        "replace",
-        "asks the module's `get_config`, ours, which overrides positions as the model's config.json would",
-        check=reads_global("get_config"),
-    ),
-    relies_on(
-        f"{SERVER} {SCHEDULER}",
         "utils.hf_transformers.common:get_rope_config",
         "read",
         "a model's rotations are those of `rope_parameters`",

@@ -1,5 +1,6 @@
 """One row of the seam ledger: a place of SGLang that Fathom relies on."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,14 @@ def relies_on(
 
 
 def reads_attributes(names: str) -> Callable[[Any], bool]:
-    """Whether a method reads these attributes, in the code or by a name in quotes."""
-    return lambda method: set(names.split()) <= {*method.__code__.co_names, *method.__code__.co_consts}
+    """Whether a method, or the one that it wraps, reads these attributes, in the code or by a name in quotes."""
+
+    def reads(method: Any) -> bool:
+        code = inspect.unwrap(method).__code__
+        return set(names.split()) <= {*code.co_names, *code.co_consts}
+
+    return reads
 
 
 def reads_global(name: str) -> Callable[[Any], bool]:
-    return lambda function: name in function.__code__.co_names
+    return lambda function: name in inspect.unwrap(function).__code__.co_names

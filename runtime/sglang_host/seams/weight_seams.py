@@ -1,10 +1,66 @@
-"""The seams of weights: how they are read, and changed while the server runs."""
+"""The seams of models: how configurations and weights are read, and weights changed while the server runs."""
 
-from fathom.runtime.sglang_host.seams.seam import SCHEDULER, SERVER, Seam, reads_attributes, relies_on
+import inspect
+
+from fathom.runtime.sglang_host.seams.seam import (
+    SCHEDULER,
+    SERVER,
+    Seam,
+    reads_attributes,
+    reads_global,
+    relies_on,
+)
 
 FILES = "source resolved_source startup_prefetch_started startup_prefetch_active"
 
 WEIGHT_SEAMS: tuple[Seam, ...] = (
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "configs.model_config:ModelConfig.__init__",
+        "replace",
+        "asks the module's `get_config`, ours, which overrides positions as the model's config.json would, and "
+        "reads the language model's alone where the option of that name says so",
+        check=lambda f: (
+            reads_global("get_config")(f) and "language_model_only" in inspect.signature(f).parameters
+        ),
+    ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "server_args:ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES",
+        "replace",
+        "what may be served without its images; those of which we serve the language model are there too",
+        check=lambda names: isinstance(names, tuple),
+    ),
+    relies_on(
+        SERVER,
+        "arg_groups.model_hook:handle_language_model_only",
+        "read",
+        "refuses all other architectures by that list",
+        "server_args",
+        reads_attributes("LANGUAGE_MODEL_ONLY_ARCHITECTURES"),
+    ),
+    relies_on(
+        SERVER,
+        "managers.tokenizer_manager:TokenizerManager._tokenize_one_request",
+        "read",
+        "refuses images where a language model is served without them",
+        "obj",
+        reads_attributes("language_model_only"),
+    ),
+    relies_on(
+        SCHEDULER,
+        "models.utils:WeightsMapper",
+        "call",
+        "names of a checkpoint's tensors under a text model's",
+        check=lambda c: {"apply", "apply_list"} <= set(vars(c)),
+    ),
+    relies_on(
+        SCHEDULER,
+        "model_loader.loader:_get_quantization_config",
+        "read",
+        "a quantized checkpoint's names go by the mapper of the model's class",
+        check=reads_attributes("hf_to_sglang_mapper apply_weight_name_mapper"),
+    ),
     *(
         relies_on(
             SCHEDULER,
