@@ -38,6 +38,11 @@ class WithResidual(Layer):
         return self.through(residual, positions), residual
 
 
+class WithMore(WithResidual):
+    def forward(self, positions, hidden_states, forward_batch, residual, kv_states=None):
+        return *super().forward(positions, hidden_states, forward_batch, residual), "unused"
+
+
 class Model(torch.nn.Module):
     """As SGLang's are made: a forward around a body with layers."""
 
@@ -50,14 +55,16 @@ class Model(torch.nn.Module):
     def forward(self, input_ids, positions, forward_batch):
         hidden, residual = input_ids.float(), None
         for layer in self.model.layers:
-            if self.kind is WithResidual:
+            if self.kind is WithMore:
+                hidden, residual, _ = layer(positions, hidden, forward_batch, residual, None)
+            elif self.kind is WithResidual:
                 hidden, residual = layer(positions, hidden, forward_batch, residual)
             else:
                 hidden = layer(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
         return hidden * 2 if residual is None else hidden * 2 + residual
 
 
-@pytest.mark.parametrize("kind", [Plain, WithResidual])
+@pytest.mark.parametrize("kind", [Plain, WithResidual, WithMore])
 @pytest.mark.parametrize("edges", [(0, 5), (0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
 def test_intervals_give_what_all_layers_give(kind, edges):
     ran = []
@@ -72,7 +79,7 @@ def test_intervals_give_what_all_layers_give(kind, edges):
     assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("kind", [Plain, WithResidual])
+@pytest.mark.parametrize("kind", [Plain, WithResidual, WithMore])
 def test_rows_may_be_dropped_in_between(kind):
     model, ids, positions = Model(kind, []), torch.arange(3), torch.tensor([4.0, 5.0, 6.0])
     want, kept = model(ids, positions, None), torch.tensor([0, 2])

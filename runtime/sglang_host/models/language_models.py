@@ -1,9 +1,12 @@
-"""Language models of checkpoints that take images too, served alone: ``--language-model-only``.
+"""Checkpoints that are read as those of another architecture: what is in them is a text model that SGLang has.
 
+*Language models of checkpoints that take images too*, served alone: ``--language-model-only``.
 SGLang has the option, for three architectures: it leaves out the tower, and refuses what is no text. Here such a
 checkpoint is read as one of an ordinary text model, with that model's configuration, class and names of tensors, so
 that whatever is made for text models serves it, every mechanism first. The three positions that a token has in a
 Qwen-VL are one and the same for a text's, and its rotations those of a plain Qwen.
+
+*A twin under another name*: SGLang would run it by Transformers' own code, whose layers nobody can split.
 """
 
 import json
@@ -34,8 +37,18 @@ LANGUAGE_MODELS = {
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "seed_oss": ("qwen2", "Qwen2ForCausalLM"),
 }
 """By the type of a checkpoint's text configuration: the text model's type, and SGLang's class."""
+TWINS = {
+    "SeedOssForCausalLM": {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    },
+}
+"""Text models of which SGLang has a twin, where their configuration says this."""
 ARCHITECTURES = (
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -111,7 +124,13 @@ def get_config(
         overrides = {"text_config": inner | overrides.get("text_config", {})}
         whole = rope_overrides.get_config(model, *args, model_override_args=overrides, **options)
         return alone(whole, _is_tied(model, options.get("revision"), whole))
-    return rope_overrides.get_config(model, *args, model_override_args=overrides, **options)
+    config = rope_overrides.get_config(model, *args, model_override_args=overrides, **options)
+    return alone(config, bool(config.tie_word_embeddings)) if _is_twin(config) else config
+
+
+def _is_twin(config: PretrainedConfig) -> bool:
+    told = TWINS.get((config.architectures or [""])[0])
+    return told is not None and all(getattr(config, name, None) == value for name, value in told.items())
 
 
 def _is_taken(config: PretrainedConfig) -> bool:
@@ -141,7 +160,7 @@ def alone(config: PretrainedConfig, tied: bool) -> PretrainedConfig:
     """The configuration of a checkpoint's language model, as a checkpoint of that alone has it.
 
     Args:
-        config: of a checkpoint of ``ARCHITECTURES``.
+        config: of a checkpoint of ``ARCHITECTURES`` or ``TWINS``.
         tied: whether the language model's output has the matrix of its input.
     """
     inner = config.get_text_config()

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+GIVEN = ("positions", "hidden_states", "forward_batch")
+"""What every layer is given."""
+
+
 class _Reached(Exception):
     """The end of the interval: what follows is not to run."""
 
@@ -33,7 +37,7 @@ class SplitPrefill:
 
     Args:
         model: SGLang's model; ``model.model.layers`` is run in order by its forward, each layer called with
-            ``hidden_states``, and with a ``residual`` if it returns one.
+            ``hidden_states``, and with as much more as it returns: a ``residual``, and what nobody uses.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -63,7 +67,8 @@ class SplitPrefill:
 
     def _step(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
-        has_residual = "residual" in signature.parameters
+        more = [name for name in signature.parameters if name not in GIVEN]
+        has_residual = "residual" in more
 
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._interval is None:
@@ -71,15 +76,15 @@ class SplitPrefill:
             (start, end), batch = self._interval, self._batch
             given = signature.bind(*args, **kwargs)
             if number < start:
-                hidden = given.arguments["hidden_states"]
-                return (hidden, given.arguments["residual"]) if has_residual else hidden
+                passed = tuple(given.arguments.get(name) for name in ("hidden_states", *more))
+                return passed if more else passed[0]
             if number == start > 0:
                 given.arguments["hidden_states"] = batch.hidden_states
                 if has_residual:
                     given.arguments["residual"] = batch.residual
             found = forward(*given.args, **given.kwargs)
             if number == end - 1 < self._last:
-                batch.hidden_states, batch.residual = found if has_residual else (found, None)
+                batch.hidden_states, batch.residual = found[:2] if has_residual else (found, None)
                 raise _Reached
             return found
 

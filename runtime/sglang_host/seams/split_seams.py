@@ -8,13 +8,19 @@ from fathom.runtime.sglang_host.seams.seam import Seam, reads_attributes, relies
 NO_ROLE = ""
 WHY = "layers are run a few at a time, between which rows are chosen"
 
-# By architecture: module, prefix of the classes, and what a layer is given and returns besides hidden states.
+# By architecture: module, prefix of the classes, and what a layer is given besides hidden states.
 _FAMILIES = {
     "ArceeForCausalLM": ("models.arcee", "Arcee", " residual"),
+    "CohereForCausalLM": ("models.commandr", "Cohere", " residual"),
+    "Ernie4_5_ForCausalLM": ("models.ernie4", "Ernie4", " residual"),
+    "Ernie4_5_MoeForCausalLM": ("models.ernie4", "Ernie4", " residual"),
     "Glm4MoeForCausalLM": ("models.glm4_moe", "Glm4Moe", " residual"),
     "GraniteForCausalLM": ("models.granite", "Granite", " residual"),
     "GraniteMoeForCausalLM": ("models.granitemoe", "GraniteMoe", ""),
+    "HunYuanDenseV1ForCausalLM": ("models.hunyuan", "HunYuan", " residual kv_states"),
+    "HunYuanMoEV1ForCausalLM": ("models.hunyuan", "HunYuan", " residual kv_states"),
     "MixtralForCausalLM": ("models.mixtral", "Mixtral", " residual"),
+    "OlmoForCausalLM": ("models.olmo", "Olmo", ""),
     "Olmo2ForCausalLM": ("models.olmo2", "Olmo2", ""),
     "OlmoeForCausalLM": ("models.olmoe", "Olmoe", " residual"),
     "Starcoder2ForCausalLM": ("models.starcoder2", "Starcoder2", ""),
