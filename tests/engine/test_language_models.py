@@ -112,6 +112,34 @@ def test_names_that_newer_checkpoints_have(tmp_path):
         assert {name for name, _ in language_models.NAMES.apply(tensors.items())} == before
 
 
+def test_internvl_as_its_makers_publish_it(tmp_path):
+    """Not Transformers' class, but SGLang's: other names, and another word for the language model's part."""
+    (source := tmp_path / "whole").mkdir()
+    save(source, "InternVL")
+    want = logits(source, PROMPT)
+    old = {"vision_tower.": "vision_model.", "multi_modal_projector.": "mlp1."}
+
+    def renamed(name, tensor):
+        begin = next((begin for begin in old if name.startswith(begin)), "")
+        return old.get(begin, "") + name.removeprefix(begin), tensor
+
+    changed(source, renamed)
+    file = source / "config.json"
+    content = json.loads(file.read_text())
+    inner = content["text_config"] | {"architectures": ["Qwen3ForCausalLM"]}
+    told = {"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}
+    seen = {"vision_config": {"architectures": ["InternVisionModel"]}}
+    file.write_text(json.dumps(told | seen | {"llm_config": inner, "dtype": "float32"}))
+    config = config_of(source)
+    assert not config.is_multimodal and config.hf_config.architectures == ["Qwen3ForCausalLM"]
+    overrides = json.dumps({"llm_config": {"rope_scaling": YARN}})
+    scaled = config_of(source, model_override_args=overrides).hf_config.rope_parameters
+    assert (
+        scaled["factor"] == YARN["factor"] and scaled["rope_theta"] == inner["rope_parameters"]["rope_theta"]
+    )
+    assert torch.equal(alone(split(source, tmp_path / "alone")), want)
+
+
 def test_experts_as_they_were_published(tmp_path):
     """All in one, inputs before outputs; Transformers saves them the other way around."""
     (source := tmp_path / "whole").mkdir()

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ TWINS = {
 }
 """Text models of which SGLang has a twin, where their configuration says this."""
 ARCHITECTURES = (
+    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
@@ -72,6 +73,7 @@ NAMES = WeightsMapper(
             for prefix in ("", "model.")
             for part in ("image_newline", "multi_modal_projector.", "vision_tower.", "visual.")
         ),
+        **dict.fromkeys(("mlp1.", "vision_model.")),
     }
 )
 """Tensors of such checkpoints under the names of a text model's; of all others, None."""
@@ -116,16 +118,16 @@ def get_config(
 ) -> PretrainedConfig:
     """SGLang's function of this name, by way of :mod:`rope_overrides`; the language model's where it is asked for.
 
-    Overrides are of the language model then, under ``text_config`` or not.
+    Overrides are of the language model then, under the name of its part or not.
     """
     overrides = model_override_args or {}
-    if _asked.get() and _is_taken(rope_overrides.get_config(model, *args, model_override_args={}, **options)):
-        inner = {name: value for name, value in overrides.items() if name != "text_config"}
-        overrides = {"text_config": inner | overrides.get("text_config", {})}
-        whole = rope_overrides.get_config(model, *args, model_override_args=overrides, **options)
-        return alone(whole, _is_tied(model, options.get("revision"), whole))
-    config = rope_overrides.get_config(model, *args, model_override_args=overrides, **options)
-    return alone(config, bool(config.tie_word_embeddings)) if _is_twin(config) else config
+    read = partial(rope_overrides.get_config, model, *args, **options)
+    if _asked.get() and (part := _part_of(read(model_override_args={}))) is not None:
+        inner = {name: value for name, value in overrides.items() if name != part}
+        whole = read(model_override_args={part: inner | overrides.get(part, {})})
+        return alone(whole, getattr(whole, part), _is_tied(model, options.get("revision"), whole))
+    config = read(model_override_args=overrides)
+    return alone(config, config, bool(config.tie_word_embeddings)) if _is_twin(config) else config
 
 
 def _is_twin(config: PretrainedConfig) -> bool:
@@ -133,10 +135,11 @@ def _is_twin(config: PretrainedConfig) -> bool:
     return told is not None and all(getattr(config, name, None) == value for name, value in told.items())
 
 
-def _is_taken(config: PretrainedConfig) -> bool:
-    inner = config.get_text_config()
-    architectures = config.architectures or [""]
-    return architectures[0] in ARCHITECTURES and inner.model_type in LANGUAGE_MODELS
+def _part_of(config: PretrainedConfig) -> str | None:
+    """The part of a checkpoint's configuration that is its language model's; None where we serve none alone."""
+    part = "llm_config" if hasattr(config, "llm_config") else "text_config"
+    known = getattr(getattr(config, part, None), "model_type", None) in LANGUAGE_MODELS
+    return part if known and (config.architectures or [""])[0] in ARCHITECTURES else None
 
 
 def _is_tied(model: str, revision: str | None, config: PretrainedConfig) -> bool:
@@ -156,14 +159,14 @@ def _is_tied(model: str, revision: str | None, config: PretrainedConfig) -> bool
     return "lm_head.weight" not in NAMES.apply_list(list(names))
 
 
-def alone(config: PretrainedConfig, tied: bool) -> PretrainedConfig:
+def alone(config: PretrainedConfig, inner: PretrainedConfig, tied: bool) -> PretrainedConfig:
     """The configuration of a checkpoint's language model, as a checkpoint of that alone has it.
 
     Args:
         config: of a checkpoint of ``ARCHITECTURES`` or ``TWINS``.
+        inner: its part that is the language model's, or all of it.
         tied: whether the language model's output has the matrix of its input.
     """
-    inner = config.get_text_config()
     model_type, architecture = LANGUAGE_MODELS[inner.model_type]
     values = inner.to_dict()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):

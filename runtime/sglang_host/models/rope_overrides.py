@@ -33,7 +33,8 @@ def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **
         plain = _get_config(*args, model_override_args={}, **kwargs)
         model_override_args = completed(model_override_args, plain)
     config = _get_config(*args, model_override_args=model_override_args, **kwargs)
-    text = config.get_text_config()
+    part = getattr(config, "llm_config", None)
+    text = part if isinstance(part, PretrainedConfig) else config.get_text_config()
     own: Any = getattr(text, WHOLE, None)
     # With latent attention, SGLang's words are the scores' too.
     if kind_of(own) and not hasattr(text, "kv_lora_rank"):
