@@ -12,7 +12,7 @@ from fathom.benchmarks.client import BenchError
 from fathom.benchmarks.model import Shape, shape_from
 from fathom.benchmarks.servers import Server
 from fathom.benchmarks.variants import Variant, with_flags
-from fathom.runtime.cost import EXPERTS
+from fathom.runtime.cost import EXPERTS, of_text
 
 Found = TypeVar("Found")
 
@@ -87,7 +87,7 @@ def _config(path: str) -> dict[str, Any]:
     try:
         if file.is_file():
             config = json.loads(file.read_text())
-            return config | (config.get("text_config") or {})
+            return of_text(config)
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(path).get_text_config().to_dict()

@@ -24,6 +24,14 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configs call the number of a layer's experts."""
 
+TEXT_PARTS = ("text_config", "llm_config")
+"""Where the config of a checkpoint that takes images or sound too may have that of its language model."""
+
+
+def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``config.json`` says of a checkpoint's language model, and of all of it where that says nothing."""
+    return {**config, **next((part for name in TEXT_PARTS if (part := config.get(name))), {})}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -57,7 +65,7 @@ class ModelShape:
             ValueError: for latent attention, for experts that are not the same in all layers, and for quantized
                 weights whose size is not known.
         """
-        config = {**config, **(config.get("text_config") or {})}
+        config = of_text(config)
         if config.get("kv_lora_rank"):
             raise ValueError("latent attention (kv_lora_rank) has no KV heads to count")
         itemsize = ITEMSIZE[str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")]

@@ -313,9 +313,15 @@ def with_cpu_defaults(argv: list[str]) -> list[str]:
     return result
 
 
+def text_of(config: "PretrainedConfig") -> "PretrainedConfig":
+    """A checkpoint's part that is its language model's, or all of it."""
+    part = getattr(config, "llm_config", None)
+    return part if hasattr(part, "num_attention_heads") else config.get_text_config()
+
+
 def kv_bytes_per_token(config: "PretrainedConfig", dtype_bytes: int) -> int:
     """KV bytes of one token over all layers."""
-    text = config.get_text_config()
+    text = text_of(config)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype_bytes
@@ -340,7 +346,7 @@ def cpu_pool_tokens(
     Raises:
         PlanError: for layers per depth page that do not divide the model's.
     """
-    text = config.get_text_config()
+    text = text_of(config)
     per_token = kv_bytes_per_token(config, dtype_bytes)
     if draft is not None:
         # The draft has a slot for each virtual one, of which there are at most as many per token as spans.

@@ -146,7 +146,7 @@ def read_config(model: str) -> tuple[cost.ModelShape, dict[str, Any]]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
         if shape.layer_bits is not None and not 1 <= shape.layer_bits <= 32:
             raise ValueError(f"weights of {shape.layer_bits:g} bits")
-        return shape, {**content, **(content.get("text_config") or {})}
+        return shape, cost.of_text(content)
     except OSError as error:
         raise StartError(f"{path}: {error.strerror}") from None
     except KeyError as error:

@@ -155,8 +155,9 @@ def test_sliding_windows_are_said_not_to_be_counted(figures, model, changes, tol
         ({}, ""),
     ],
 )
-def test_images_and_sound_are_said_not_to_be_counted(figures, model, parts, told):
-    (model / "config.json").write_text(json.dumps({"text_config": SMALL} | parts))
+@pytest.mark.parametrize("name", ["text_config", "llm_config"])
+def test_images_and_sound_are_said_not_to_be_counted(figures, model, name, parts, told):
+    (model / "config.json").write_text(json.dumps({name: SMALL} | parts))
     notes = [note for note in figures("--prompt-tokens", 3000)["notes"] if "--language-model-only" in note]
     assert bool(notes) == bool(told) and all(told in note for note in notes)
 

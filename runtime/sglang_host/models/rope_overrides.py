@@ -17,6 +17,8 @@ from typing import Any
 from sglang.srt.configs import model_config
 from transformers import PretrainedConfig
 
+from fathom.runtime.sglang_host.engine_args import text_of
+
 WHOLE, SCALING = "rope_parameters", "rope_scaling"
 BESIDE = ("rope_theta", "partial_rotary_factor")
 """What ``config.json`` may have beside the scaling."""
@@ -33,8 +35,7 @@ def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **
         plain = _get_config(*args, model_override_args={}, **kwargs)
         model_override_args = completed(model_override_args, plain)
     config = _get_config(*args, model_override_args=model_override_args, **kwargs)
-    part = getattr(config, "llm_config", None)
-    text = part if isinstance(part, PretrainedConfig) else config.get_text_config()
+    text = text_of(config)
     own: Any = getattr(text, WHOLE, None)
     # With latent attention, SGLang's words are the scores' too.
     if kind_of(own) and not hasattr(text, "kv_lora_rank"):
