@@ -31,7 +31,26 @@ WIDE = {"rope_parameters": SECTIONS, "hidden_size": 128}
 """Where heads are a share of the hidden states."""
 INTERLEAVED = {"rope_parameters": SECTIONS | {"mrope_interleaved": True}}
 
+GLM = {
+    "rope_parameters": SECTIONS | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5},
+    "hidden_size": 128,
+    "pad_token_id": 0,
+}
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM_SEES = BLOCKS | {"out_hidden_size": 128, "image_size": 28, "patch_size": 14}
+
 FAMILIES = {
+    "Glm4v": (GLM, GLM_SEES),
+    "Glm4vMoe": (GLM | GLM_EXPERTS, GLM_SEES),
     "InternVL": ({"model_type": "qwen3"}, PATCHES | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "Llava": ({"model_type": "llama"}, CLIP),
     "LlavaNext": ({"model_type": "mistral"}, CLIP),

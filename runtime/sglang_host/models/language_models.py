@@ -4,7 +4,7 @@
 SGLang has the option, for three architectures: it leaves out the tower, and refuses what is no text. Here such a
 checkpoint is read as one of an ordinary text model, with that model's configuration, class and names of tensors, so
 that whatever is made for text models serves it, every mechanism first. The three positions that a token has in a
-Qwen-VL are one and the same for a text's, and its rotations those of a plain Qwen.
+Qwen-VL are one and the same for a text's, and its rotations those of a plain Qwen; a GLM-V's too.
 
 *A twin under another name*: SGLang would run it by Transformers' own code, whose layers nobody can split.
 """
@@ -27,6 +27,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from fathom.runtime.sglang_host.models import rope_overrides
 
 LANGUAGE_MODELS = {
+    "glm4v_text": ("glm4", "Glm4ForCausalLM"),
+    "glm4v_moe_text": ("glm4_moe", "Glm4MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "ministral3": ("ministral3", "Ministral3ForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
@@ -50,6 +52,8 @@ TWINS = {
 }
 """Text models of which SGLang has a twin, where their configuration says this."""
 ARCHITECTURES = (
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
