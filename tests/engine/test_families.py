@@ -29,6 +29,7 @@ FAMILIES = {
     "Olmo2": {"hidden_size": 128},
     "HunYuanDenseV1": {"use_qk_norm": True},
     "SeedOss": {},
+    "Ernie4_5": {"num_nextn_predict_layers": 1},  # heads that its checkpoints may have beside the layers
     "Ministral3": {"rope_parameters": YARN | {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
 }
 TOLERANCES = {"Gemma": 3e-3, "Apertus": 5e-3}

@@ -13,7 +13,7 @@ from seeing import FAMILIES, SECTIONS, logits, save
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from fathom.runtime.sglang_host.models import language_models
+from fathom.runtime.sglang_host.models import language_models, language_weights
 from fathom.runtime.sglang_host.options import EngineOptions
 from fathom.server import serve
 from fathom.server.command.checks import StartError
@@ -63,8 +63,8 @@ def split(source, folder):
     """A checkpoint's language model, as a checkpoint of its own."""
     config = config_of(source).hf_config
     config.save_pretrained(folder)
-    tensors = language_models.NAMES.apply(load_file(source / SAVED).items())
-    tensors = dict(language_models.by_expert(tensors, config.hidden_size))
+    tensors = language_weights.NAMES.apply(load_file(source / SAVED).items())
+    tensors = dict(language_weights.by_expert(tensors, config.hidden_size))
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SAVED, {"format": "pt"}
     )
@@ -100,7 +100,7 @@ def test_names_that_newer_checkpoints_have(tmp_path):
     for family in FAMILIES:
         (source := tmp_path / family).mkdir()
         save(source, family)
-        before = {name for name, _ in language_models.NAMES.apply(load_file(source / SAVED).items())}
+        before = {name for name, _ in language_weights.NAMES.apply(load_file(source / SAVED).items())}
 
         def renamed(name, tensor):
             old = next((old for old in LAYOUTS if name.startswith(old)), "")
@@ -109,7 +109,7 @@ def test_names_that_newer_checkpoints_have(tmp_path):
         changed(source, renamed)
         tensors = load_file(source / SAVED)
         assert all(name.startswith(("model.", "lm_head.")) for name in tensors)
-        assert {name for name, _ in language_models.NAMES.apply(tensors.items())} == before
+        assert {name for name, _ in language_weights.NAMES.apply(tensors.items())} == before
 
 
 def test_internvl_as_its_makers_publish_it(tmp_path):
@@ -165,16 +165,89 @@ def test_overrides_are_of_the_language_model(tmp_path, wrapped):
     assert other.max_position_embeddings == 256 < own.max_position_embeddings
 
 
-def test_a_checkpoints_own_words_stay(tmp_path):
-    """What is said of the whole checkpoint, and is the language model's too."""
-    save(tmp_path, "Qwen3VL")
-    file = tmp_path / "config.json"
-    content = json.loads(file.read_text())
-    told = {"quant_method": "fp8", "modules_to_not_convert": ["model.visual.merger", "lm_head"]}
-    del content["text_config"]["eos_token_id"]
-    file.write_text(json.dumps(content | {"quantization_config": told, "eos_token_id": 77}))
-    config = config_of(tmp_path).hf_config
-    assert config.quantization_config == told and config.eos_token_id == 77
+def told(folder, **changes):
+    """The folder, whose config.json says this too; what is None, it leaves out."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_what_is_said_of_the_whole_is_said_of_the_language_model(tmp_path, key):
+    """LLaVA's language model has ids of its own, the defaults of its class."""
+    save(tmp_path, "Llava")
+    parts = ["language_model.model.layers.0.mlp.gate", "language_model.lm_head", "vision_tower"]
+    method = {"quant_method": "fp8"}
+    config = config_of(told(tmp_path, **{key: method | {"ignore": parts}}, eos_token_id=77)).hf_config
+    assert config.eos_token_id == 77
+    assert getattr(config, key) == method | {"ignore": ["model.layers.0.mlp.gate", "lm_head", "vision_tower"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("model.language_model.layers.0.mlp.gate", "model.layers.0.mlp.gate"),
+        ("language_model.model.layers.0.mlp.gate", "model.layers.0.mlp.gate"),
+        ("language_model.layers.0.mlp.gate", "model.layers.0.mlp.gate"),
+        ("re:model.language_model.layers.*mlp.gate$", "re:model.layers.*mlp.gate$"),
+        (r"re:model\.language_model\.layers\.\d+\.mlp\.gate", r"re:model\.layers\.\d+\.mlp\.gate"),
+        ("language_model.lm_head", "lm_head"),
+        ("re:.*lm_head", "re:.*lm_head"),
+        ("re:visual.*", "re:visual.*"),
+        ("Linear", "Linear"),
+    ],
+)
+def test_parts_that_are_not_quantized_have_a_text_models_names(said, meant):
+    assert language_models.renamed({said: [said, 4, None]}) == {meant: [meant, 4, None]}
+
+
+@pytest.mark.parametrize("name", ["qweight", "weight_packed"])
+def test_a_quantized_head_is_a_head(tmp_path, name):
+    save(tmp_path, "Llava")
+    head = "language_model.lm_head."
+
+    def packed(old, tensor):
+        return old.replace(f"{head}weight", head + name), tensor
+
+    changed(tmp_path, packed)
+    assert not config_of(tmp_path).hf_config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "tied"),
+    [(None, None, False), (None, True, True), (True, None, True), (False, True, False)],
+)
+def test_without_tensors_the_checkpoints_words_say_what_is_tied(tmp_path, whole, part, tied):
+    """Not the defaults of its classes: of Mistral 3, the whole is tied and the part is not."""
+    save(tmp_path, "Mistral3")
+    (tmp_path / SAVED).unlink()
+    inner = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    inner |= {"tie_word_embeddings": part}
+    if part is None:
+        del inner["tie_word_embeddings"]
+    told(tmp_path, tie_word_embeddings=whole, text_config=inner)
+    assert config_of(tmp_path).hf_config.tie_word_embeddings == tied
+    names = ["language_model.model.norm.weight", "language_model.lm_head.weight"]
+    index = {"weight_map": dict.fromkeys(names, "pytorch_model-00001-of-00001.bin")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert not config_of(tmp_path).hf_config.tie_word_embeddings
+
+
+def test_overrides_win_over_what_the_checkpoint_says(tmp_path):
+    save(tmp_path, "Qwen3VL", tied=True)
+    told(tmp_path, quantization_config={"quant_method": "fp8"})
+    other = {"quantization_config": {"quant_method": "awq"}, "tie_word_embeddings": False}
+    for overrides in (other, {"text_config": other}):
+        config = config_of(tmp_path, model_override_args=json.dumps(overrides)).hf_config
+        assert config.quantization_config == other["quantization_config"]
+        assert not config.tie_word_embeddings
+    assert config_of(tmp_path, model_override_args='{"text_config": null}').hf_config.tie_word_embeddings
+
+
+def test_overrides_of_a_part_are_a_text_drafts_too(tiny_model):
+    overrides = json.dumps({"text_config": {"max_position_embeddings": 4096}})
+    assert config_of(tiny_model, model_override_args=overrides).hf_config.max_position_embeddings == 4096
 
 
 def test_names_of_quantized_checkpoints_are_the_text_models():
@@ -183,7 +256,7 @@ def test_names_of_quantized_checkpoints_are_the_text_models():
 
     parts = ["model.visual.merger.linear_fc1", "model.language_model.layers.0.mlp.gate", "lm_head"]
     config = Fp8Config(ignored_layers=parts)
-    config.apply_weight_name_mapper(language_models.taking(Qwen3MoeForCausalLM).hf_to_sglang_mapper)
+    config.apply_weight_name_mapper(language_weights.taking(Qwen3MoeForCausalLM).hf_to_sglang_mapper)
     assert config.ignored_layers == ["model.layers.0.mlp.gate", "lm_head"]
 
 
@@ -233,11 +306,45 @@ def test_a_template_that_is_kept_for_the_processor_is_the_tokenizers(tmp_path, o
     templates.complete(None, str(tmp_path), None)
 
 
-def test_what_has_no_language_model_of_ours_is_refused(tmp_path):
-    config = transformers.Gemma3Config(
-        text_config={"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32},
-        architectures=["Gemma3ForConditionalGeneration"],
+@pytest.mark.parametrize(
+    ("name", "shape", "why"),
+    [("gate_up_proj_scale_inv", (2, 64, 128), "quantized"), ("gate_up_proj", (2, 64, 64), "square")],
+)
+def test_experts_that_cannot_be_told_apart_are_refused(name, shape, why):
+    name = f"model.layers.0.mlp.experts.{name}"
+    with pytest.raises(ValueError, match=f"does not take {why} weights of all experts in one: {name}"):
+        list(language_weights.by_expert([(name, torch.zeros(shape))], 64))
+
+
+GEMMA = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "why"),
+    [
+        ("Gemma3", "gemma3_text", "does not take Gemma3ForConditionalGeneration; it takes Glm4v.*Qwen3VLMoe"),
+        ("Llava", "gemma", "does not take Llava.* of type gemma; it takes glm4v_text, .*qwen3_vl_moe_text"),
+    ],
+)
+def test_what_has_no_language_model_of_ours_is_refused(tmp_path, family, kind, why):
+    architecture = f"{family}ForConditionalGeneration"
+    config = getattr(transformers, f"{family}Config")(
+        text_config=GEMMA | {"model_type": kind}, architectures=[architecture]
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(StartError, match=r"does not support .*Gemma3.*Supported: .*Qwen3VLForConditional"):
+    with pytest.raises(StartError, match=why):
         serve._server_args(["--model-path", str(tmp_path), "--language-model-only"], EngineOptions())
+
+
+def test_gguf_files_are_refused(tmp_path, monkeypatch):
+    save(tmp_path, "Qwen3VL")
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    monkeypatch.setattr(language_models.rope_overrides, "get_config", lambda *_, **__: config)
+    with pytest.raises(ValueError, match=r"takes no GGUF file, got model\.gguf"):
+        ModelConfig("model.gguf", language_model_only=True)
+
+
+def test_transformers_code_knows_a_checkpoint_by_its_own_names(tmp_path):
+    save(tmp_path, "Qwen3VL")
+    config = config_of(tmp_path, model_impl="transformers").hf_config
+    assert config.architectures == ["Qwen3VLForConditionalGeneration"]

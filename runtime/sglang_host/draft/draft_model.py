@@ -53,6 +53,11 @@ class DraftWorker(TpModelWorker):
             )
         self.target = target
 
+    def _init_model_config(self) -> None:
+        super()._init_model_config()
+        # Of a checkpoint's own heads for drafting there may be so many, beside its layers.
+        self.model_config.num_nextn_predict_layers = None
+
     def make_pool(self, virtual_slots: int) -> None:
         """The KV pool and the attention backend, when the target's allocator is there."""
         runner, target = self.model_runner, self.target.model_runner

@@ -1,56 +1,47 @@
 """Checkpoints that are read as those of another architecture: what is in them is a text model that SGLang has.
 
-*Language models of checkpoints that take images too*, served alone: ``--language-model-only``.
-SGLang has the option, for three architectures: it leaves out the tower, and refuses what is no text. Here such a
-checkpoint is read as one of an ordinary text model, with that model's configuration, class and names of tensors, so
-that whatever is made for text models serves it, every mechanism first. The three positions that a token has in a
-Qwen-VL are one and the same for a text's, and its rotations those of a plain Qwen; a GLM-V's too.
+*Language models of checkpoints that take images too*, served alone: ``--language-model-only``. SGLang has the
+option, for three architectures: it leaves out the tower, and refuses what is no text. Here such a checkpoint is
+read as one of an ordinary text model, with that model's configuration, class and names of tensors
+(:mod:`language_weights`), so that whatever is made for text models serves it, every mechanism first. The three
+positions that a token has in a Qwen-VL or a GLM-V are one and the same for a text's, and its rotations those of a
+plain Qwen or GLM.
 
 *A twin under another name*: SGLang would run it by Transformers' own code, whose layers nobody can split.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from sglang.srt.configs import model_config
-from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.server_args import ServerArgs
 from transformers import CONFIG_MAPPING, PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fathom.runtime.sglang_host.models import rope_overrides
+from fathom.runtime.sglang_host.models import language_weights, rope_overrides
 
-LANGUAGE_MODELS = {
-    "glm4v_text": ("glm4", "Glm4ForCausalLM"),
-    "glm4v_moe_text": ("glm4_moe", "Glm4MoeForCausalLM"),
+Kind = tuple[str, str]
+"""A text model's type, and SGLang's class of it."""
+
+GLM4, GLM4_MOE = ("glm4", "Glm4ForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
+QWEN2, QWEN3 = ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")
+QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
+LANGUAGE_MODELS: dict[str, Kind] = {
+    "glm4v_text": GLM4,
+    "glm4v_moe_text": GLM4_MOE,
     "llama": ("llama", "LlamaForCausalLM"),
     "ministral3": ("ministral3", "Ministral3ForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "seed_oss": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2": QWEN2,
+    "qwen2_vl_text": QWEN2,
+    "qwen2_5_vl_text": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_vl_text": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe_text": QWEN3_MOE,
 }
-"""By the type of a checkpoint's text configuration: the text model's type, and SGLang's class."""
-TWINS = {
-    "SeedOssForCausalLM": {
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    },
-}
-"""Text models of which SGLang has a twin, where their configuration says this."""
+"""By the type of the part of a checkpoint's configuration that is its language model's."""
 ARCHITECTURES = (
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
@@ -66,25 +57,23 @@ ARCHITECTURES = (
     "Qwen3VLMoeForConditionalGeneration",
 )
 """Whose text passes through the language model alone."""
+TWINS: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "SeedOssForCausalLM": (
+        QWEN2,
+        {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    ),
+}
+"""Text models of which SGLang has a twin, where their configuration says this."""
+RENAMED = {"Ernie4_5ForCausalLM": "Ernie4_5_ForCausalLM"}
+"""What Transformers calls a model, and SGLang: by the former name it has none."""
 
-NAMES = WeightsMapper(
-    orig_to_new_prefix={
-        "model.language_model.": "model.",
-        "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-        **dict.fromkeys(
-            f"{prefix}{part}"
-            for prefix in ("", "model.")
-            for part in ("image_newline", "multi_modal_projector.", "vision_tower.", "visual.")
-        ),
-        **dict.fromkeys(("mlp1.", "vision_model.")),
-    }
-)
-"""Tensors of such checkpoints under the names of a text model's; of all others, None."""
-EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
-"""What may hold a matrix of each expert."""
+SERVED = tuple(sorted({architecture for _, architecture in LANGUAGE_MODELS.values()}))
 OF_SECTIONS = ("mrope_section", "mrope_interleaved")
 """What of ``rope_parameters`` says which of three positions a pair of numbers turns by."""
+OF_ALL = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "compression_config")
+"""What may be said of a whole checkpoint, and is its language model's."""
+NAMED = re.compile(r"(?:model(\\?\.))?language_model(\\?\.)(?:model\\?\.)?")
+"""How the names of a language model's parts begin, in patterns too."""
 
 _asked: ContextVar[bool] = ContextVar("language_model_only", default=False)
 _init = model_config.ModelConfig.__init__
@@ -94,23 +83,24 @@ def install() -> None:
     """Let SGLang read models' configurations by way of :func:`get_config`. Before it reads the first."""
     model_config.get_config = get_config
     model_config.ModelConfig.__init__ = init
-    own = ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES
-    served = {architecture for _, architecture in LANGUAGE_MODELS.values()}
-    ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES = (*dict.fromkeys((*own, *ARCHITECTURES, *sorted(served))),)
+    known = dict.fromkeys((*ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES, *SERVED))
+    ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES = tuple(known)
 
 
 def register() -> None:
     """Have SGLang's text models take such checkpoints' weights. In processes that load some, before they do."""
     from sglang.srt.models.registry import ModelRegistry
 
-    for architecture in {architecture for _, architecture in LANGUAGE_MODELS.values()}:
-        ModelRegistry.models[architecture] = taking(ModelRegistry.models[architecture])
+    for architecture in SERVED:
+        ModelRegistry.models[architecture] = language_weights.taking(ModelRegistry.models[architecture])
 
 
 @wraps(_init)
 def init(self: Any, *args: Any, **options: Any) -> None:
     """SGLang's method of this name, which does not tell who reads configurations what is asked for."""
-    before = _asked.set(bool(options.get("language_model_only")))
+    # Transformers' code, where that is wanted, knows the checkpoint by its own names.
+    own = options.get("model_impl") != model_config.ModelImpl.TRANSFORMERS
+    before = _asked.set(own and bool(options.get("language_model_only")))
     try:
         _init(self, *args, **options)
     finally:
@@ -123,105 +113,103 @@ def get_config(
     """SGLang's function of this name, by way of :mod:`rope_overrides`; the language model's where it is asked for.
 
     Overrides are of the language model then, under the name of its part or not.
+
+    Raises:
+        ValueError: for a checkpoint whose language model we do not serve alone, where that is asked for.
     """
     overrides = model_override_args or {}
     read = partial(rope_overrides.get_config, model, *args, **options)
-    if _asked.get() and (part := _part_of(read(model_override_args={}))) is not None:
+    if _asked.get():
+        plain = read(model_override_args={})
+        part = _part_of(plain)
         inner = {name: value for name, value in overrides.items() if name != part}
-        whole = read(model_override_args={part: inner | overrides.get(part, {})})
-        return alone(whole, getattr(whole, part), _is_tied(model, options.get("revision"), whole))
+        inner |= overrides.get(part) or {}
+        if hasattr(plain, part):
+            if _architecture(plain) in ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES:
+                return read(model_override_args=overrides)
+            _refuse(model, plain, getattr(plain, part))
+            whole = read(model_override_args={part: inner})
+            tied = language_weights.is_tied(model, options.get("revision"), inner, part)
+            return alone(whole, getattr(whole, part), tied)
+        overrides = inner  # of a draft that is a text model
     config = read(model_override_args=overrides)
-    return alone(config, config, bool(config.tie_word_embeddings)) if _is_twin(config) else config
+    if _is_twin(config):
+        return _as(TWINS[_architecture(config)][0], config, bool(config.tie_word_embeddings))
+    if (name := RENAMED.get(_architecture(config))) is not None:
+        config.architectures = [name]
+    return config
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    return (config.architectures or [""])[0]
+
+
+def _part_of(config: PretrainedConfig) -> str:
+    """What the part of a checkpoint's configuration is called that is its language model's, if there is one."""
+    return "llm_config" if hasattr(config, "llm_config") else "text_config"
 
 
 def _is_twin(config: PretrainedConfig) -> bool:
-    told = TWINS.get((config.architectures or [""])[0])
-    return told is not None and all(getattr(config, name, None) == value for name, value in told.items())
+    _, told = TWINS.get(_architecture(config), (None, {}))
+    return bool(told) and all(getattr(config, name, None) == value for name, value in told.items())
 
 
-def _part_of(config: PretrainedConfig) -> str | None:
-    """The part of a checkpoint's configuration that is its language model's; None where we serve none alone."""
-    part = "llm_config" if hasattr(config, "llm_config") else "text_config"
-    known = getattr(getattr(config, part, None), "model_type", None) in LANGUAGE_MODELS
-    return part if known and (config.architectures or [""])[0] in ARCHITECTURES else None
-
-
-def _is_tied(model: str, revision: str | None, config: PretrainedConfig) -> bool:
-    """Whether the output's matrix is the input's: there is no other in the checkpoint.
-
-    Configurations say it in either of their two parts, or leave it to defaults, which differ.
-    """
-    found = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if (index := cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **found)) is not None:
-        with open(index, encoding="utf-8") as file:
-            names: Iterable[str] = json.load(file)["weight_map"]
-    elif (whole := cached_file(model, SAFE_WEIGHTS_NAME, **found)) is not None:
-        with safe_open(whole, "pt") as file:
-            names = file.keys()
-    else:
-        return bool(getattr(config, "tie_word_embeddings", False))
-    return "lm_head.weight" not in NAMES.apply_list(list(names))
+def _refuse(model: str, config: PretrainedConfig, inner: Any) -> None:
+    """Refuse a checkpoint whose language model we do not serve alone."""
+    option, architecture = "--language-model-only", _architecture(config)
+    if str(model).endswith(".gguf"):
+        raise ValueError(f"{option} takes no GGUF file, got {model}")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{option} does not take {architecture}; it takes {', '.join(ARCHITECTURES)}")
+    if (kind := getattr(inner, "model_type", None)) not in LANGUAGE_MODELS:
+        raise ValueError(
+            f"{option} does not take {architecture} with a language model of type {kind}; it takes "
+            f"{', '.join(LANGUAGE_MODELS)}"
+        )
 
 
 def alone(config: PretrainedConfig, inner: PretrainedConfig, tied: bool) -> PretrainedConfig:
     """The configuration of a checkpoint's language model, as a checkpoint of that alone has it.
 
     Args:
-        config: of a checkpoint of ``ARCHITECTURES`` or ``TWINS``.
-        inner: its part that is the language model's, or all of it.
+        config: of a checkpoint of ``ARCHITECTURES``.
+        inner: its part that is the language model's.
         tied: whether the language model's output has the matrix of its input.
     """
-    model_type, architecture = LANGUAGE_MODELS[inner.model_type]
-    values = inner.to_dict()
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype"):
-        if values.get(name) is None:
-            values[name] = getattr(config, name, None)
-    rotations = {name: value for name, value in inner.rope_parameters.items() if name not in OF_SECTIONS}
-    for name in ("rope_type", "type"):
-        if rotations.get(name) == "mrope":
-            rotations[name] = "default"
     if inner.model_type == "qwen3_vl_moe_text":
-        values["norm_topk_prob"] = True  # which its router always does
-    values |= {"architectures": [architecture], "tie_word_embeddings": tied, "rope_parameters": rotations}
-    values.pop("model_type")
-    result = CONFIG_MAPPING[model_type](**values)
-    result.rope_parameters = rotations  # a configuration completes them by its own rules
-    if (quantized := getattr(config, "quantization_config", None)) is not None:
-        result.quantization_config = quantized
+        inner.norm_topk_prob = True  # which its router always does
+    if inner.dtype is None:
+        inner.dtype = config.dtype
+    result = _as(LANGUAGE_MODELS[inner.model_type], inner, tied)
+    for name in OF_ALL:
+        # Of a language model's part the ids are often the defaults of its class; what is overridden is there.
+        parts = (inner, config) if name.endswith("_config") else (config, inner)
+        value = next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
+        if value is not None:
+            setattr(result, name, renamed(value))
     return result
 
 
-def taking(model: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A class of SGLang's that takes the weights of checkpoints with more than a language model."""
+def _as(kind: Kind, config: PretrainedConfig, tied: bool) -> PretrainedConfig:
+    """A text model's configuration as that of another type."""
+    model_type, architecture = kind
+    rotations = {name: value for name, value in config.rope_parameters.items() if name not in OF_SECTIONS}
+    for name in ("rope_type", "type"):
+        if rotations.get(name) == "mrope":
+            rotations[name] = "default"
+    values = config.to_dict() | {"architectures": [architecture], "tie_word_embeddings": tied}
+    values |= {"rope_parameters": rotations}
+    values.pop("model_type")
+    result = CONFIG_MAPPING[model_type](**values)
+    result.rope_parameters = rotations  # a configuration completes them by its own rules
+    return result
 
-    def load_weights(
-        self: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any
-    ) -> Any:
-        return model.load_weights(
-            self, by_expert(NAMES.apply(weights), self.config.hidden_size), *args, **options
-        )
 
-    members = {"hf_to_sglang_mapper": NAMES, "load_weights": load_weights, "__module__": model.__module__}
-    return type(model.__name__, (model,), members)
-
-
-def by_expert(
-    weights: Iterable[tuple[str, torch.Tensor]], hidden_size: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights with those of all experts in one as a text model's are, each for itself, [outputs, inputs].
-
-    In one they are [experts, inputs, outputs] as the models were published, and [experts, outputs, inputs] where
-    Transformers has saved them since.
-    """
-    for name, tensor in weights:
-        if (match := EXPERTS.fullmatch(name)) is None:
-            yield name, tensor
-            continue
-        layer, kind = match.groups()
-        down = kind == "down_proj"
-        # The hidden states are what this projection puts out, and what the others take.
-        outputs_first = tensor.shape[1 if down else 2] == hidden_size
-        for expert, matrix in enumerate(tensor if outputs_first else tensor.transpose(1, 2)):
-            parts = {"down": matrix} if down else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-            for part, values in parts.items():
-                yield f"{layer}.{expert}.{part}_proj.weight", values
+def renamed(value: Any) -> Any:
+    """What is said of a checkpoint's parts by their names, such as which are not quantized, by a text model's."""
+    if isinstance(value, str):
+        value = value.replace("language_model.lm_head", "lm_head")
+        return NAMED.sub(lambda match: f"model{match[2]}", value)
+    if isinstance(value, dict):
+        return {renamed(name): renamed(each) for name, each in value.items()}
+    return [renamed(each) for each in value] if isinstance(value, list) else value

@@ -62,7 +62,7 @@ def get_weights_iterator(self: DefaultModelLoader, source: Any, **options: Any) 
                 source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
             )
         refuse_files(source.model_or_path, model.quantization, files)
-        shapes = {name: shape for file in files for name, _, shape in _headers(file)}
+        shapes = {name: shape for file in files for name, _, shape in headers(file)}
         if (served := getattr(model, SHAPES, None)) is None:
             setattr(model, SHAPES, shapes)
         else:
@@ -125,7 +125,7 @@ def refuse_files(model: str, quantization: str | None, files: Iterable[str]) -> 
     Raises:
         ValueError: naming a tensor or the method.
     """
-    tensors = (tensor for file in files for tensor in _headers(file))
+    tensors = (tensor for file in files for tensor in headers(file))
     name, kind, _ = next((tensor for tensor in tensors if is_quantized(*tensor)), ("", "", ()))
     if quantization is None and name:
         raise ValueError(
@@ -147,7 +147,7 @@ def is_quantized(name: str, kind: str, shape: Shape) -> bool:
     return len(shape) > 1 and (kind.startswith(SCALED) or packed)
 
 
-def _headers(file: str) -> Iterator[Header]:
+def headers(file: str) -> Iterator[Header]:
     """What is in a file.
 
     Raises:

@@ -24,8 +24,8 @@ DRAFT_SEAMS: tuple[Seam, ...] = (
     relies_on(
         SCHEDULER,
         "managers.tp_worker:TpModelWorker._init_model_config",
-        "read",
-        "a draft worker loads the model of --speculative-draft-model-path",
+        "override",
+        "a draft worker loads the model of --speculative-draft-model-path; all its layers, whatever heads it has",
         "",
         reads_attributes("is_draft_worker speculative_draft_model_path"),
     ),

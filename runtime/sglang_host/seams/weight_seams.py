@@ -48,7 +48,7 @@ WEIGHT_SEAMS: tuple[Seam, ...] = (
         reads_attributes("language_model_only"),
     ),
     relies_on(
-        SCHEDULER,
+        f"{SERVER} {SCHEDULER}",
         "models.utils:WeightsMapper",
         "call",
         "names of a checkpoint's tensors under a text model's",
