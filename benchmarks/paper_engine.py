@@ -102,6 +102,11 @@ class Cell:
     profile: dict[str, Any] = field(default_factory=dict)
 
 
+def ratio(figure: float, other: float) -> float | None:
+    """Of two that were measured; None where the latter is 0: all tokens were there at once."""
+    return figure / other if other else None
+
+
 class Processes:
     """One process for Fathom's engines and one for SGLang's own, each started when it is first needed."""
 

@@ -26,7 +26,7 @@ torchvision_ops.declare()  # spawned processes import this module first
 from fathom.benchmarks import paper_figures as papers  # noqa: E402
 from fathom.benchmarks import paper_kernels, paper_shapes  # noqa: E402
 from fathom.benchmarks.args import result_file  # noqa: E402
-from fathom.benchmarks.paper_engine import Cell, Processes, Setup, Variant, Work  # noqa: E402
+from fathom.benchmarks.paper_engine import Cell, Processes, Setup, Variant, Work, ratio  # noqa: E402
 from fathom.runtime import cost  # noqa: E402
 from fathom.runtime.config import Policy  # noqa: E402
 from fathom.runtime.plan import choose_span, choose_tsp_layer  # noqa: E402
@@ -202,7 +202,7 @@ def speed_row(
         row[STOCK] = getattr(cells[STOCK], part) * 1e3
     for column, k, name in cutoffs:
         ours = getattr(cells[name], part)
-        row |= {f"{name} (K = {k} of 32)": ours * 1e3, f"x {k}": dense / ours}
+        row |= {f"{name} (K = {k} of 32)": ours * 1e3, f"x {k}": ratio(dense, ours)}
         row[f"limit x {k}"] = getattr(limits[length, name], part)
         row[f"paper x {k}"] = theirs[0] / theirs[column] if theirs else None
     return row
@@ -230,12 +230,13 @@ def gain_row(length: int, cells: dict[str, Cell], name: str, limits: Any) -> dic
     row: dict[str, Any] = {"prompt": length, "dense TTFT s": dense.ttft, "TTFT s": ours.ttft}
     row |= {"x TTFT": dense.ttft / ours.ttft, "limit x TTFT": limit and limit.ttft}
     row["paper x TTFT"] = theirs and theirs[0]
-    row |= {"dense TPOT ms": dense.tpot * 1e3, "TPOT ms": ours.tpot * 1e3, "x TPOT": dense.tpot / ours.tpot}
-    row |= {"limit x TPOT": limit and limit.tpot, "paper x TPOT": theirs and theirs[1]}
+    row |= {"dense TPOT ms": dense.tpot * 1e3, "TPOT ms": ours.tpot * 1e3}
+    row |= {"x TPOT": ratio(dense.tpot, ours.tpot), "limit x TPOT": limit and limit.tpot}
+    row["paper x TPOT"] = theirs and theirs[1]
     if STOCK in cells:
         row |= {
             "x TTFT of SGLang": cells[STOCK].ttft / ours.ttft,
-            "x TPOT of SGLang": cells[STOCK].tpot / ours.tpot,
+            "x TPOT of SGLang": ratio(cells[STOCK].tpot, ours.tpot),
         }
     return row
 
@@ -274,7 +275,7 @@ def sfi_rows(found: dict[int, dict[str, Cell]], limits: Any) -> list[dict[str, A
             "prompt": length,
             "full KV": dense.rate,
             "SFI": fast.rate,
-            "x": fast.rate / dense.rate,
+            "x": ratio(fast.rate, dense.rate),
             "limit x": limits[length, "slow_fast"].tpot,
             **steps,
         }

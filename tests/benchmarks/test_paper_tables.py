@@ -15,7 +15,7 @@ import pytest
 
 from fathom.benchmarks import paper_engine, paper_shapes, paper_tables
 from fathom.benchmarks import paper_figures as papers
-from fathom.benchmarks.paper_engine import Setup, Variant, Work
+from fathom.benchmarks.paper_engine import Cell, Setup, Variant, Work
 
 SIZES = ("--target", "tiny", "--draft", "tiny-draft", "--sfi-target", "tiny-qwen3")
 WORK = (
@@ -233,6 +233,21 @@ def test_each_cell_is_left_when_it_is_measured(written):
     assert {"sglang", "dense", "slow_fast", "combination", "specprefill-0.3"} < {
         cell["variant"] for cell in cells
     }
+
+
+def test_tokens_that_came_all_at_once_have_no_ratio():
+    """Of a short answer that is drafted, or whose reader was kept from reading; all else is told."""
+    dense, at_once = Cell(2.0, 0.1, 10.0), Cell(1.0, 0.0, 0.0)
+    cells = {paper_tables.DENSE: dense, paper_tables.STOCK: dense, "combination": at_once, "speed-6": at_once}
+    row = paper_tables.gain_row(384, cells, "combination", {})
+    assert row["x TPOT"] is None and row["x TPOT of SGLang"] is None and row["TPOT ms"] == 0
+    assert row["x TTFT"] == row["x TTFT of SGLang"] == 2
+    cutoffs, limits = [(3, 24, "speed-6")], {(384, "speed-6"): Cell(1.0, 1.0, 1.0)}
+    assert paper_tables.speed_row(384, cells, cutoffs, "tpot", papers.SPEED_TPOT_MS, limits)["x 24"] is None
+    swapped = {paper_tables.DENSE: at_once, "slow_fast": dense}
+    dense.account |= {"slow_steps": 1, "fast_steps": 2}
+    limits = {(384, "slow_fast"): Cell(1.0, 1.0, 1.0)}
+    assert paper_tables.sfi_rows({384: swapped}, limits)[0]["x"] is None
 
 
 def test_a_warm_up_may_be_shorter_than_what_is_measured():
