@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from conftest import save_random_model
 from interpreted import SERVED, check_all
 from noisy import draft_flags
 from safetensors.torch import load_file, save_file
@@ -342,6 +343,17 @@ def test_gguf_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(language_models.rope_overrides, "get_config", lambda *_, **__: config)
     with pytest.raises(ValueError, match=r"takes no GGUF file, got model\.gguf"):
         ModelConfig("model.gguf", language_model_only=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "ours"), [("Ernie4_5", "Ernie4_5_ForCausalLM"), ("SeedOss", "Qwen2ForCausalLM")]
+)
+def test_text_models_that_sglang_has_under_another_name(tmp_path, family, ours):
+    """Not where they are to be served by Transformers' code, which knows them by their own."""
+    save_random_model(tmp_path, family)
+    assert ModelConfig(str(tmp_path)).hf_config.architectures == [ours]
+    config = ModelConfig(str(tmp_path), model_impl="transformers").hf_config
+    assert config.architectures == [f"{family}ForCausalLM"]
 
 
 def test_transformers_code_knows_a_checkpoint_by_its_own_names(tmp_path):

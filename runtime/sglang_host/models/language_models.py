@@ -12,6 +12,7 @@ plain Qwen or GLM.
 
 import re
 from contextvars import ContextVar
+from copy import copy
 from functools import partial, wraps
 from typing import Any
 
@@ -76,6 +77,8 @@ NAMED = re.compile(r"(?:model(\\?\.))?language_model(\\?\.)(?:model\\?\.)?")
 """How the names of a language model's parts begin, in patterns too."""
 
 _asked: ContextVar[bool] = ContextVar("language_model_only", default=False)
+_ours: ContextVar[bool] = ContextVar("not Transformers' code", default=True)
+"""Whether a model may be of another architecture here: Transformers' code knows it by its own names."""
 _init = model_config.ModelConfig.__init__
 
 
@@ -98,13 +101,13 @@ def register() -> None:
 @wraps(_init)
 def init(self: Any, *args: Any, **options: Any) -> None:
     """SGLang's method of this name, which does not tell who reads configurations what is asked for."""
-    # Transformers' code, where that is wanted, knows the checkpoint by its own names.
-    own = options.get("model_impl") != model_config.ModelImpl.TRANSFORMERS
-    before = _asked.set(own and bool(options.get("language_model_only")))
+    ours = _ours.set(options.get("model_impl") != model_config.ModelImpl.TRANSFORMERS)
+    asked = _asked.set(bool(options.get("language_model_only")))
     try:
         _init(self, *args, **options)
     finally:
-        _asked.reset(before)
+        _asked.reset(asked)
+        _ours.reset(ours)
 
 
 def get_config(
@@ -119,6 +122,8 @@ def get_config(
     """
     overrides = model_override_args or {}
     read = partial(rope_overrides.get_config, model, *args, **options)
+    if not _ours.get():
+        return read(model_override_args=overrides)
     if _asked.get():
         plain = read(model_override_args={})
         part = _part_of(plain)
@@ -136,6 +141,7 @@ def get_config(
     if _is_twin(config):
         return _as(TWINS[_architecture(config)][0], config, bool(config.tie_word_embeddings))
     if (name := RENAMED.get(_architecture(config))) is not None:
+        config = copy(config)  # SGLang keeps the one that it has read
         config.architectures = [name]
     return config
 
@@ -176,6 +182,7 @@ def alone(config: PretrainedConfig, inner: PretrainedConfig, tied: bool) -> Pret
         inner: its part that is the language model's.
         tied: whether the language model's output has the matrix of its input.
     """
+    inner = copy(inner)
     if inner.model_type == "qwen3_vl_moe_text":
         inner.norm_topk_prob = True  # which its router always does
     if inner.dtype is None:
