@@ -237,11 +237,12 @@ def test_without_tensors_the_checkpoints_words_say_what_is_tied(tmp_path, whole,
 
 def test_overrides_win_over_what_the_checkpoint_says(tmp_path):
     save(tmp_path, "Qwen3VL", tied=True)
-    told(tmp_path, quantization_config={"quant_method": "fp8"})
-    other = {"quantization_config": {"quant_method": "awq"}, "tie_word_embeddings": False}
+    told(tmp_path, quantization_config={"quant_method": "fp8"}, eos_token_id=77)
+    other = {"quantization_config": {"quant_method": "awq"}, "tie_word_embeddings": False, "eos_token_id": 78}
     for overrides in (other, {"text_config": other}):
         config = config_of(tmp_path, model_override_args=json.dumps(overrides)).hf_config
         assert config.quantization_config == other["quantization_config"]
+        assert config.eos_token_id == other["eos_token_id"]
         assert not config.tie_word_embeddings
     assert config_of(tmp_path, model_override_args='{"text_config": null}').hf_config.tie_word_embeddings
 

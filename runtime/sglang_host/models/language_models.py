@@ -133,7 +133,8 @@ def get_config(
             if _architecture(plain) in ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES:
                 return read(model_override_args=overrides)
             _refuse(model, plain, getattr(plain, part))
-            whole = read(model_override_args={part: inner})
+            of_all = {name: inner[name] for name in OF_ALL if name in inner}
+            whole = read(model_override_args={part: inner, **of_all})
             tied = language_weights.is_tied(model, options.get("revision"), inner, part)
             return alone(whole, getattr(whole, part), tied)
         overrides = inner  # of a draft that is a text model
@@ -189,10 +190,9 @@ def alone(config: PretrainedConfig, inner: PretrainedConfig, tied: bool) -> Pret
         inner.dtype = config.dtype
     result = _as(LANGUAGE_MODELS[inner.model_type], inner, tied)
     for name in OF_ALL:
-        # Of a language model's part the ids are often the defaults of its class; what is overridden is there.
-        parts = (inner, config) if name.endswith("_config") else (config, inner)
-        value = next((value for part in parts if (value := getattr(part, name, None)) is not None), None)
-        if value is not None:
+        # The whole's first: a part's ids are often the defaults of its class.
+        values = (getattr(part, name, None) for part in (config, inner))
+        if (value := next((value for value in values if value is not None), None)) is not None:
             setattr(result, name, renamed(value))
     return result
 

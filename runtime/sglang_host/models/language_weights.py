@@ -27,7 +27,7 @@ NAMES = WeightsMapper(
         **dict.fromkeys(("mlp1.", "vision_model.")),
     }
 )
-"""Tensors of such checkpoints under the names of a text model's; of all others, None."""
+"""The language model's tensors under the names of a text model's; those of what sees, under none."""
 EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(.*)")
 """What may hold a matrix of each expert."""
 
