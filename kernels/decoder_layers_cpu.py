@@ -207,7 +207,7 @@ _ATTENTION_READS = (
     _POOL,
     _POOL,
     types.int32[:, ::1],
-    types.Tuple((_COUNTS,) * 11 + (types.int64,) * 3),
+    types.Tuple((*(_COUNTS,) * 11, types.int64, types.int64, _COUNTS)),
     types.Tuple((_FLOATS[:, :, :, ::1], _FLOATS[:, :, ::1])),
     types.Tuple((_FLOATS[:, :, ::1], _FLOATS[:, ::1], _FLOATS[:, ::1])),
     types.Tuple((_FLOATS[:, :, ::1], _FLOATS[:, ::1])),

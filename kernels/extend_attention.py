@@ -4,6 +4,7 @@
 ever computed again and no mask is ever built; ``extend_attention_reference`` is the plain reference.
 """
 
+import numpy as np
 import torch
 
 
@@ -25,7 +26,11 @@ def merge_segments(
 
 
 def extend_attention_reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int = -1
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    reach: torch.Tensor | np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`extend_attention` with an explicit mask, in float32; keys and values of the prefix come
     before the new ones'. Besides the output the log-sum-exp of the scores, [new, heads].
@@ -37,8 +42,8 @@ def extend_attention_reference(
     position = torch.arange(total - new, total).unsqueeze(1)
     key_position = torch.arange(total)
     visible = key_position <= position
-    if window >= 0:
-        visible &= key_position >= position - window
+    if reach is not None:
+        visible &= key_position >= position - torch.as_tensor(reach).unsqueeze(1)
     scores = torch.einsum("thd,nhd->htn", query.float(), k) * scale
     scores = scores.masked_fill(~visible, float("-inf"))
     return torch.einsum("htn,nhd->thd", scores.softmax(-1), v), scores.logsumexp(-1).T
@@ -49,7 +54,7 @@ def extend_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    window: int = -1,
+    reach: torch.Tensor | np.ndarray | None = None,
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of one request over its prefix and causally over themselves, on the CPU.
@@ -58,17 +63,19 @@ def extend_attention(
         query: [new, heads, head_dim]; keys: [new, kv_heads, head_dim]; values: [new, kv_heads, value_dim]; one
             floating dtype, last dimension contiguous.
         scale: factor on the dot products.
-        window: how many earlier tokens a query sees besides itself; -1 for all.
+        reach: [new] int64, how many earlier tokens each query sees besides itself; None for all. A query's place
+            less its reach never decreases.
         prefix: keys and values of the tokens before the new ones, as above; None where there are none.
 
     Returns:
         [new, heads, value_dim] in the query's dtype.
     """
     before = 0 if prefix is None else len(prefix[0])
-    if query.shape[-1] != values.shape[-1] or (0 <= window < before + len(keys) - 1):
+    first = None if reach is None else _first_seen(before, len(keys), reach)
+    if query.shape[-1] != values.shape[-1] or (first is not None and first.any()):
         if prefix is not None:
             keys, values = torch.cat((prefix[0], keys)), torch.cat((prefix[1], values))
-        return _masked(query, keys, values, scale, window)
+        return _masked(query, keys, values, scale, first)
     new, heads, head_dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -99,19 +106,32 @@ def _flash(
     return output, lse
 
 
+def _first_seen(before: int, new: int, reach: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """[new] int64: the first key that each query sees."""
+    return (torch.arange(before, before + new) - torch.as_tensor(reach)).clamp(min=0)
+
+
 def _masked(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int, rows: int = 512
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    first_seen: torch.Tensor | None,
+    rows: int = 512,
 ) -> torch.Tensor:
-    """Sliding-window attention, ``rows`` queries at a time over just the keys they can see."""
+    """Attention to keys from ``first_seen`` [new] int64 on, None for all: ``rows`` queries at a time over just the
+    keys they can see.
+    """
     new, total = query.shape[0], keys.shape[0]
-    window = total if window < 0 else window
+    if first_seen is None:
+        first_seen = torch.zeros(new, dtype=torch.int64)
     outputs = []
     for begin in range(0, new, rows):
         end = min(begin + rows, new)
         position = torch.arange(total - new + begin, total - new + end).unsqueeze(1)
-        first = max(int(position[0]) - window, 0)
+        first = int(first_seen[begin])
         key_position = torch.arange(first, int(position[-1]) + 1)
-        mask = (key_position <= position) & (key_position >= position - window)
+        mask = (key_position <= position) & (key_position >= first_seen[begin:end].unsqueeze(1))
         outputs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 query[begin:end].transpose(0, 1).unsqueeze(0),

@@ -61,8 +61,8 @@ TASKS_PER_THREAD = 4
 TASK_IN_KEYS = 16
 """What a task costs beside its keys, as so many keys."""
 
-EVERYTHING = 1 << 40
-"""A reach that no table has."""
+NO_REACH = np.empty(0, np.int64)
+"""Where no query's reach limits anything."""
 
 
 class Tasks(NamedTuple):
@@ -86,24 +86,37 @@ class Tasks(NamedTuple):
     shares: np.ndarray  # [threads + 1] int64, where each thread's tasks begin: about the same work for each
     most_heads: int  # KV heads of the task that has most
     most: int = 1  # queries of the request that has most
-    reach: int = EVERYTHING  # how many earlier table entries a query sees besides its own
+    reach: np.ndarray = NO_REACH  # [queries] int64, of plan_packed; of size 0 where each query sees all runs
 
 
-def plan_packed(entry: np.ndarray, queries: np.ndarray, kv_heads: int, window: int = -1) -> Tasks:
+def plan_packed(
+    entry: np.ndarray, queries: np.ndarray, kv_heads: int, reach: np.ndarray | None = None
+) -> Tasks:
     """Split a step over page tables that lie one after the other in a table of a single row.
 
     Args:
         entry: [batch + 1] int64, where each request's slots begin in that row; the last ones are of its queries.
         queries: [batch + 1] int64, as in :class:`Tasks`; each request has at least one.
-        window: how many earlier tokens a query sees besides itself; -1 for all.
+        reach: [queries] int64, how many earlier table entries each query sees besides its own; None for all. A
+            query's own entry less its reach never decreases within a request.
     """
     begin, end, counts = entry[:-1], entry[1:], np.diff(queries)
-    if window >= 0:
-        begin = np.maximum(begin, end - counts - window)
+    limits = NO_REACH
+    if reach is not None:
+        first = first_seen(entry, queries, reach)
+        begin = np.maximum(begin, first[queries[:-1]])
+        if (first > np.repeat(begin, counts)).any():
+            limits = np.ascontiguousarray(reach, np.int64)
     none, most = np.zeros_like(begin), int(counts.max(initial=0))
     return _split(none, begin, end, none, none, kv_heads, most)._replace(
-        queries=queries, most=most, reach=EVERYTHING if window < 0 else window
+        queries=queries, most=most, reach=limits
     )
+
+
+def first_seen(entry: np.ndarray, queries: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """[queries] int64: own entry less reach, which may be before the request's first; as in :func:`plan_packed`."""
+    own = np.repeat(entry[1:] - queries[1:], np.diff(queries)) + np.arange(queries[-1])
+    return own - reach
 
 
 def plan_tasks(packed: np.ndarray, kv_heads: int) -> Tasks:
@@ -205,18 +218,19 @@ def paged_attention_reference(
     entry: list[int],
     queries: list[int],
     scale: float,
-    window: int = -1,
+    reach: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`paged_attention` in float32: that of extend attention, request by request.
 
     Args:
-        slots: [entries] of all requests; entry, queries, window: as in :func:`plan_packed`.
+        slots: [entries] of all requests; entry, queries, reach: as in :func:`plan_packed`.
     """
     parts = []
     for request in range(len(entry) - 1):
         own = slots[entry[request] : entry[request + 1]].long()
-        q = query[queries[request] : queries[request + 1]]
-        parts.append(extend_attention_reference(q, pool[0][own], pool[1][own], scale, window))
+        rows = slice(queries[request], queries[request + 1])
+        limits = None if reach is None else reach[rows]
+        parts.append(extend_attention_reference(query[rows], pool[0][own], pool[1][own], scale, limits))
     outputs, lses = zip(*parts, strict=True)
     return torch.cat(outputs), torch.cat(lses)
 
@@ -348,6 +362,7 @@ def _attend_to_keys(thread, threads, taken, given, sizes):
         row, request, head, heads, start, stop, _, end, evidence_row, queries, shares, _, _, reach = tasks
         logits, norms = evidence
         partial, partial_max, partial_sum = partials
+        limited = len(reach) > 0
         while True:
             i = take(taken, shares, thread)
             if i < 0:
@@ -413,8 +428,9 @@ def _attend_to_keys(thread, threads, taken, given, sizes):
                         visible = end[b] - window + x % window + 1
                         for t in range(max(visible - begin, 0), n):
                             scores[x, t] = -np.inf
-                        for t in range(min(visible - 1 - reach - begin, n)):
-                            scores[x, t] = -np.inf
+                        if limited:
+                            for t in range(min(visible - 1 - reach[at + x % window] - begin, n)):
+                                scores[x, t] = -np.inf
                     if keep:
                         kept_scores, own_scores = logits[kept, h0 + x // rows, x % rows], scores[x]
                         for t in range(n):

@@ -31,13 +31,19 @@ def load_entries(
 
 
 @triton.jit
-def online_softmax(q, k, v, visible, scale_log2, top, total, acc):
-    """Adds the keys of one block to the running maximum, sum and output. By then every row must see a key."""
+def online_softmax(q, k, v, visible, scale_log2, top, total, acc, LIMITED: tl.constexpr):
+    """Adds the keys of one block to the running maximum, sum and output.
+
+    By then every row must see a key, unless how far rows see is LIMITED.
+    """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
-    rescale = tl.exp2(top - new_top)
+    base = new_top
+    if LIMITED:
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    rescale = tl.exp2(top - base)
     v = v.to(q.dtype)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return new_top, total * rescale + tl.sum(weights, 1), acc
@@ -47,10 +53,12 @@ def online_softmax(q, k, v, visible, scale_log2, top, total, acc):
 def attend_entries(
     q, keys, values, table_row, first, end, kv_head, scale_log2,
     k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
-    d, e, top, total, acc,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    d, e, top, total, acc, oldest,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the entries ``first .. end - 1`` of a table's row to the running maximum, sum and output."""
+    """Adds the entries ``first .. end - 1`` of a table's row to the running maximum, sum and output; of rows whose
+    sight is LIMITED those from ``oldest`` [rows] on.
+    """
     for start in range(first, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         there = position < end
@@ -62,7 +70,10 @@ def attend_entries(
         v = load_entries(
             values, page, place, there, kv_head, v_stride_page, v_stride_slot, v_stride_head, e, VALUE_DIM
         )
-        top, total, acc = online_softmax(q, k, v, there[None, :], scale_log2, top, total, acc)
+        visible = there[None, :]
+        if LIMITED:
+            visible = visible & (position[None, :] >= oldest[:, None])
+        top, total, acc = online_softmax(q, k, v, visible, scale_log2, top, total, acc, LIMITED)
     return top, total, acc
 
 
@@ -101,7 +112,7 @@ def _decode_kernel(
         top, total, acc = attend_entries(
             q, keys, values, table_row, first, end, kv_head, scale_log2,
             k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
-            d, e, top, total, acc, DIM, VALUE_DIM, PAGE, BLOCK,
+            d, e, top, total, acc, line, DIM, VALUE_DIM, PAGE, BLOCK, False,
         )  # fmt: skip
         place = tl.program_id(1).to(tl.int64) * heads + head
         store_rows(partial, partial_lse, place * VALUE_DIM, place, exists, e, top, total, acc, VALUE_DIM)

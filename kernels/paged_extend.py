@@ -37,6 +37,7 @@ def _extend_kernel(
     rows,
     prefixes,
     cu_seqlens,
+    reach,
     output,
     lse,
     scale_log2,
@@ -66,6 +67,7 @@ def _extend_kernel(
     VALUE_DIM_P: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LIMITED: tl.constexpr,
 ):
     """Program (tile, request and split, KV head): prefix keys of the split; the last split has the new keys too."""
     request, split = tl.program_id(1) // splits, tl.program_id(1) % splits
@@ -88,17 +90,24 @@ def _extend_kernel(
         acc = tl.zeros([ROWS, VALUE_DIM_P], tl.float32)
 
         table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
-        width = tl.cdiv(tl.cdiv(prefix, splits), BLOCK) * BLOCK
-        end = tl.minimum((split + 1) * width, prefix)
+        # Entries are counted from the request's first, its new tokens' behind the prefix. Of what a row sees the
+        # first never lies before what the rows before it see.
+        oldest, begin, skipped = token, 0, 0
+        if LIMITED:
+            oldest = prefix + token - tl.load(reach + first + token, mask=exists, other=0)
+            begin = tl.maximum(prefix + first_row // GROUP - tl.load(reach + first + first_row // GROUP), 0)
+            skipped = tl.minimum(begin, prefix)
+        width = tl.cdiv(tl.cdiv(prefix - skipped, splits), BLOCK) * BLOCK
+        end = tl.minimum(skipped + (split + 1) * width, prefix)
         top, total, acc = attend_entries(
-            q, keys, values, table_row, split * width, end, kv_head, scale_log2,
+            q, keys, values, table_row, skipped + split * width, end, kv_head, scale_log2,
             k_stride_page, k_stride_slot, k_stride_head, v_stride_page, v_stride_slot, v_stride_head,
-            d, e, top, total, acc, DIM, VALUE_DIM, PAGE, BLOCK,
+            d, e, top, total, acc, oldest, DIM, VALUE_DIM, PAGE, BLOCK, LIMITED,
         )  # fmt: skip
 
         last_token = tl.minimum((first_row + ROWS - 1) // GROUP, new - 1)
         own_end = tl.where(split == splits - 1, last_token + 1, 0)
-        for start in range(0, own_end, BLOCK):
+        for start in range((begin - skipped) // BLOCK * BLOCK, own_end, BLOCK):
             other = start + tl.arange(0, BLOCK)
             there = other < own_end
             at = first + other
@@ -107,7 +116,9 @@ def _extend_kernel(
                 new_values, at, 0, there, kv_head, nv_stride_token, 0, nv_stride_head, e, VALUE_DIM
             )
             visible = there[None, :] & (other[None, :] <= token[:, None])
-            top, total, acc = online_softmax(q, k, v, visible, scale_log2, top, total, acc)
+            if LIMITED:
+                visible = visible & (prefix + other[None, :] >= oldest[:, None])
+            top, total, acc = online_softmax(q, k, v, visible, scale_log2, top, total, acc, LIMITED)
 
         o_place = (first + token) * o_stride_token + head * o_stride_head + split * o_stride_split
         lse_place = ((first + token) * kv_heads * GROUP + head) * splits + split
@@ -129,6 +140,7 @@ def paged_extend(
     splits: int = 1,
     output: torch.Tensor | None = None,
     usual_new: int | None = None,
+    reach: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed new tokens over their requests' prefixes and, causally, over themselves.
 
@@ -145,6 +157,8 @@ def paged_extend(
         splits: programs that share a prefix (:func:`pick_splits`).
         output: [tokens, heads, value_dim] to write to, last dimension contiguous; by default new, float32.
         usual_new: new tokens that one program's tile is made for, where a request mostly has less than ``max_new``.
+        reach: [tokens] int32, how many tokens before it each token sees; None for all. A token's place less its
+            reach never decreases within a request.
 
     Every tensor's last dimension is contiguous.
 
@@ -161,10 +175,10 @@ def paged_extend(
     tiles = triton.cdiv(max_new * group, constants["ROWS"])
     _extend_kernel[(tiles, len(prefixes) * splits, kv_heads)](
         query, new_keys, new_values, keys, values, page_table, rows, prefixes, cu_seqlens,
-        result.first, result.first_lse, scale * LOG2_E,
+        prefixes if reach is None else reach, result.first, result.first_lse, scale * LOG2_E,
         *query.stride()[:2], *new_keys.stride()[:2], *new_values.stride()[:2],
         *keys.stride()[:3], *values.stride()[:3], *result.strides, page_table.stride(0), kv_heads, splits,
-        **constants, **options,
+        LIMITED=reach is not None, **constants, **options,
     )  # fmt: skip
     return result.merged()
 
@@ -218,6 +232,7 @@ def paged_extend_reference(
     prefixes: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
+    reach: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`paged_extend` in float32 with an explicit mask, request by request; same shapes."""
     tokens, heads, _ = query.shape
@@ -230,7 +245,10 @@ def paged_extend_reference(
         v = torch.cat([gather_entries(values, page_table[row], prefix), new_values[own].float()])
         group = heads // k.shape[1]
         scores = torch.einsum("thd,nhd->htn", query[own].float(), k.repeat_interleave(group, 1)) * scale
-        hidden = torch.arange(prefix + new) > prefix + torch.arange(new).unsqueeze(1)
+        entry, place = torch.arange(prefix + new), prefix + torch.arange(new).unsqueeze(1)
+        hidden = entry > place
+        if reach is not None:
+            hidden |= entry < place - reach[own].unsqueeze(1)
         scores = scores.masked_fill(hidden, float("-inf"))
         output[own] = torch.einsum("htn,nhd->thd", scores.softmax(-1), v.repeat_interleave(group, 1))
         lse[own] = scores.logsumexp(-1).T
@@ -238,19 +256,27 @@ def paged_extend_reference(
 
 
 def specializations() -> list[Specialization]:
-    """What to compile ahead of time: every tile, one over pages of several slots, and 8-bit keys and values."""
+    """What to compile ahead of time: every tile, one over pages of several slots, 8-bit keys and values, and rows
+    that see some of the tokens before them.
+    """
     found = []
     for shape in ModelHeads.common():
         group, itemsize = shape.heads // shape.kv_heads, 4 if shape.dtype == "fp32" else 2
-        narrow = [(lines, 1, kv) for kv in NARROW_KV for lines in TILES] if shape.head_dim == 128 else []
-        for lines, page, kv in (*((lines, 1, "") for lines in TILES), (32, 16, ""), *narrow):
+        variants = [*((lines, 1, "", False) for lines in TILES), (32, 16, "", False)]
+        if shape.head_dim >= 128:
+            variants += [(lines, 1, "", True) for lines in TILES]
+        if shape.head_dim == 128:
+            variants += [(lines, 1, kv, False) for kv in NARROW_KV for lines in TILES]
+        for lines, page, kv, limited in variants:
             constants, options = _tile(group, shape.head_dim, shape.head_dim, page, lines, itemsize)
             if constants["ROWS"] < lines:
                 continue
+            constants["LIMITED"] = limited
             types = pool_types(shape.dtype, kv or shape.dtype)
-            types |= dict.fromkeys(("prefixes", "cu_seqlens"), "*i32")
+            types |= dict.fromkeys(("prefixes", "cu_seqlens", "reach"), "*i32")
             types |= dict.fromkeys(("new_keys", "new_values"), f"*{kv or shape.dtype}")
             label = f"paged_extend {shape.name}, {lines} lines, page {page}{kv and f', KV {kv}'}"
+            label += ", windows" if limited else ""
             types_of = signature(_extend_kernel, types, constants)
             found.append(Specialization(label, _extend_kernel, types_of, constants, options, least_for(kv)))
     return found

@@ -19,7 +19,7 @@ from fathom.kernels.numba_cpu import (
     from_float32,
     match_torch_threads,
 )
-from fathom.kernels.paged_attention_cpu import EVERYTHING
+from fathom.kernels.paged_attention_cpu import NO_REACH, first_seen
 from fathom.kernels.softmax_cpu import KEYS_PER_BLOCK, PARTS, raise_top, weigh
 from fathom.kernels.work_sharing_cpu import take
 
@@ -31,7 +31,12 @@ ROWS_TOGETHER = 16
 
 
 def plan_tiles(
-    entry: np.ndarray, queries: np.ndarray, segments: np.ndarray, heads: int, kv_heads: int, window: int = -1
+    entry: np.ndarray,
+    queries: np.ndarray,
+    segments: np.ndarray,
+    heads: int,
+    kv_heads: int,
+    reach: np.ndarray | None = None,
 ) -> np.ndarray:
     """Cut segments into tiles of neighbouring queries on one KV head.
 
@@ -39,23 +44,25 @@ def plan_tiles(
         entry: [segments + 1] int64, where each segment's slots begin; the last ones are of its queries.
         queries: [segments + 1] int64, where each segment's queries begin among the packed ones.
         segments: [segments] bool, those to compute.
-        window: how many earlier tokens a query sees besides itself; -1 for all.
+        reach: [queries] int64, of all segments: how many earlier entries each query sees besides its own; None
+            for all. A query's own entry less its reach never decreases within a segment.
 
     Returns:
         [tiles, 5] int64: first and end of the slots, first query, queries, KV head; the most work first.
     """
     size = max(TILE_ROWS * kv_heads // heads, 1)
+    oldest = None if reach is None else first_seen(entry, queries, reach)
     tiles = []
     for segment in np.flatnonzero(segments).tolist():
         begin, end = int(entry[segment]), int(entry[segment + 1])
         count = int(queries[segment + 1] - queries[segment])
         for first in range(0, count, size):
-            rows = min(size, count - first)
+            rows, at = min(size, count - first), int(queries[segment]) + first
             stop = end - count + first + rows
             # Blocks lie alike for all tiles of a segment.
-            unseen = max(stop - rows - window - begin, 0) if window >= 0 else 0
+            unseen = 0 if oldest is None else max(int(oldest[at]) - begin, 0)
             start = begin + unseen // KEYS_PER_BLOCK * KEYS_PER_BLOCK
-            tiles += [(start, stop, int(queries[segment]) + first, rows, head) for head in range(kv_heads)]
+            tiles += [(start, stop, at, rows, head) for head in range(kv_heads)]
     found = np.array(tiles, np.int64).reshape(-1, 5)
     return found[np.argsort((found[:, 0] - found[:, 1]) * found[:, 3], kind="stable")]
 
@@ -67,7 +74,7 @@ def prefill_attention(
     tiles: np.ndarray,
     scale: float,
     output: torch.Tensor,
-    window: int = -1,
+    reach: np.ndarray | None = None,
 ) -> None:
     """Causal attention of new tokens over all tokens up to themselves.
 
@@ -76,7 +83,7 @@ def prefill_attention(
         pool: keys [slots, kv_heads, head_dim] and values [slots, kv_heads, value_dim] of one layer, bfloat16,
             those of the new tokens in it; widths in whole multiples of 32.
         slots: [entries] int32, as :func:`plan_tiles` was told.
-        tiles: of :func:`plan_tiles`, with the same ``window``.
+        tiles: of :func:`plan_tiles`, with the same ``reach``.
         output: [rows, heads, value_dim] bfloat16, contiguous; the rows of the tiles are written.
     """
     heads, kv_heads = query.shape[1], pool[1].shape[1]
@@ -90,7 +97,7 @@ def prefill_attention(
         as_array(output),
         heads // kv_heads,
         np.float32(scale),
-        EVERYTHING if window < 0 else window,
+        NO_REACH if reach is None else reach,
         torch.get_num_threads(),
     )
 
@@ -119,6 +126,7 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
     values, value_slot, value_head = value_lines
     # One list for all threads.
     queue, taken = np.array([0, len(tiles)]), np.zeros(1, np.int64)
+    limited = len(reach) > 0
     for _thread in prange(threads):
         others = begin_products()
         while True:
@@ -127,6 +135,7 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
                 break
             first, end, at, count, h = tiles[i]
             key_line, value_line = h * key_head, h * value_head
+            oldest = end - 1 - reach[at + count - 1] if limited else first
             rows = count * group
             whole = (rows + ROWS - 1) // ROWS * ROWS
             q = _zeros(whole, 4 * pairs).view(np.int32)
@@ -161,7 +170,7 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
                 if n < KEYS_PER_BLOCK:
                     mixed_values[(n + 1) // 2 :] = 0
                 # Whether some query of the tile does not see all keys of the block.
-                partly = begin + KEYS_PER_BLOCK > end - count + 1 or end - 1 - reach > begin
+                partly = begin + KEYS_PER_BLOCK > end - count + 1 or oldest > begin
                 # The first row that sees a key of the block is one of these.
                 unseen = max(begin - (end - count), 0) * group // ROWS_TOGETHER * ROWS_TOGETHER
                 product(scores, 0, q, unseen, min(ROWS_TOGETHER, whole - unseen), key_pairs)
@@ -180,8 +189,9 @@ def _kernel(query, key_lines, value_lines, slots, tiles, output, group, scale, r
                             visible = end - count + x // group + 1 - begin
                             for t in range(max(visible, 0), KEYS_PER_BLOCK):
                                 scores[own + x - row, t] = -np.inf
-                            for t in range(min(visible - 1 - reach, KEYS_PER_BLOCK)):
-                                scores[own + x - row, t] = -np.inf
+                            if limited:
+                                for t in range(min(visible - 1 - reach[at + x // group], KEYS_PER_BLOCK)):
+                                    scores[own + x - row, t] = -np.inf
                     for x in range(row, last):
                         raise_top(scores, own + x - row, scale, weights, sums, top, totals, x)
                     for x in range(row, last):

@@ -47,6 +47,7 @@ class Shape:
         memory: bytes of a GPU that has them; 0 on a CPU.
         devices: that have as many heads each.
         query_dtype: where it is not ``dtype``, which is that of keys and values.
+        windowed: layers with a sliding window, which read all of it in every step.
     """
 
     layers: int
@@ -62,12 +63,23 @@ class Shape:
     memory: int = 0
     devices: int = 1
     query_dtype: torch.dtype | None = None
+    windowed: frozenset[int] = frozenset()
+
+    @property
+    def alternating(self) -> list[int]:
+        """The layers that read a selection in fast steps."""
+        return [layer for layer in range(self.layers) if layer not in self.windowed]
 
     def run(self, options: SfiOptions) -> RunShape:
         """Size of one request's compact buffers."""
         itemsize = self.dtype.itemsize
         whole = RunShape.of(
-            options.config, self.layers, self.kv_heads, self.head_dim, self.value_dim, itemsize
+            options.config,
+            len(self.alternating),
+            self.kv_heads,
+            self.head_dim,
+            self.value_dim,
+            itemsize,
         )
         return RunShape(min(whole.tokens, self.longest), whole.bytes_per_token)
 
@@ -108,8 +120,8 @@ class SlowFast:
         self.no_trigger = int(triggers.argmin())
         # A head's run lies together: a fast step reads it from end to end. Memory that no request has used yet is
         # not taken from the machine.
-        self.compact = [
-            KvPair(
+        self.compact = {
+            layer: KvPair(
                 *(
                     torch.empty(
                         shape.kv_heads, self.runs.tokens, dim, dtype=shape.dtype, device=shape.device
@@ -117,9 +129,9 @@ class SlowFast:
                     for dim in (shape.head_dim, shape.value_dim)
                 )
             )
-            for _ in range(shape.layers)
-        ]
-        self.grain = GRAIN if runs_triton(self.compact[0][0]) else 1
+            for layer in shape.alternating
+        }
+        self.grain = GRAIN if runs_triton(self.triggers) else 1
         lanes, slots = lanes_of(shape.device)
         memory = shape.evidence_bytes(options, slots)
         self.ring = EvidenceRing(slots, shape.heads, shape.kv_heads, memory, shape.device)
@@ -152,7 +164,7 @@ class SlowFast:
         one, none = (torch.full((1,), value, dtype=torch.int64, **there) for value in (1, 0))
         plan = plan_segments(none, none, one, none, none, none - 1, shape.kv_heads)
         table = torch.zeros(1, 1, dtype=torch.int32, **there)
-        pool, compact = (keys, values), self.compact[0]
+        pool, compact = (keys, values), self.compact[shape.alternating[0]]
         output = query.new_empty(1, shape.heads, shape.value_dim)
         two_segment_attention(query, pool, compact, table, plan, 1.0, None, output)
         if runs_triton(query):

@@ -22,6 +22,26 @@ def paged_problem(lengths, news, heads, kv_heads, dim, dtype, value_dim=None, se
     return torch.randn(sum(news), heads, dim).to(dtype), pool, slots, entry, queries
 
 
+def reaches(lengths, news, window):
+    """The reach of each query, [queries] int64, of a window in tokens, -1 for all: where entries are consecutive
+    tokens, and where tokens between them are missing, some of them between a request's queries.
+    """
+    return [None] if window < 0 else [np.full(sum(news), window), gapped_reach(lengths, news, window)[0]]
+
+
+def gapped_reach(lengths, news, window):
+    """[queries] int64, and the ascending positions of each request's entries."""
+    rng = np.random.default_rng(0)
+    found, places = [], []
+    for length, new in zip(lengths, news, strict=True):
+        steps = np.where(rng.random(length) < 0.05, rng.integers(1, 20, length), 1)
+        steps[length - rng.integers(1, max(new, 2))] += window // 2
+        positions, own = np.cumsum(steps), np.arange(length - new, length)
+        found.append(own - np.searchsorted(positions, positions[own] - window))
+        places.append(positions)
+    return np.concatenate(found), places
+
+
 def assert_fair(tasks):
     """Each task is one thread's, and no thread has more than its part of the work and one task besides."""
     shares = tasks.shares.tolist()

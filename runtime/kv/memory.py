@@ -12,6 +12,7 @@ import numpy as np
 
 from fathom.runtime.kv.leaners import Leaners
 from fathom.runtime.kv.pages import OutOfPages, PagePool, pages_of
+from fathom.runtime.kv.places import ANCHOR, EVERY_POSITION, NO_ENTRY, Places
 from fathom.runtime.kv.prefix import SharedPages
 from fathom.runtime.kv.tables import Tables
 from fathom.runtime.plan import FIXED, PrefillPlan, deep_tokens, tokens_per_span
@@ -116,6 +117,9 @@ class KvMemory:
         self.owners: dict[int, Owner] = {}
         self.on_close: list[Callable[[int], None]] = []
         self._kept: dict[int, dict[int, int]] = {}  # row -> span -> prompt entries that retention keeps
+        self._settled: dict[int, dict[int, int]] = {}  # the same, once nothing else is held
+        # row -> span of a SCORED step -> positions of the prompt that go on there
+        self._chosen: dict[int, dict[int, np.ndarray]] = {}
 
     def clear(self) -> None:
         """Forget everything."""
@@ -123,7 +127,8 @@ class KvMemory:
         self.shared.clear()
         self.tables.clear()
         self.retained.clear()
-        self._kept.clear()
+        for by_row in (self._kept, self._settled, self._chosen):
+            by_row.clear()
         self.leaners.clear()
         self.owners.clear()
 
@@ -142,7 +147,8 @@ class KvMemory:
         """
         self.tables.release(row)
         self.retained.release(row)
-        self._kept.pop(row, None)
+        for by_row in (self._kept, self._settled, self._chosen):
+            by_row.pop(row, None)
         self.owners.pop(row, None)
         for told in self.on_close:
             told(row)
@@ -156,6 +162,37 @@ class KvMemory:
         spare = self._kept[row][span] - kept
         self.retained.truncate(row, span, self.retained.length(row, span) - spare)
         self._kept[row][span] = kept
+
+    def choose(self, row: int, span: int, positions: np.ndarray) -> None:
+        """Take note of a SCORED step's decision.
+
+        Args:
+            span: the first above the step; positions: [kept] int64 of the prompt, ascending, that go on there.
+        """
+        self._chosen.setdefault(row, {})[span] = positions
+
+    def places(self, row: int, span: int) -> Places:
+        """Where the entries of a private table are. Where retention has dropped some, for a layer that kept the
+        last ones.
+        """
+        kept = self._settled.get(row, {}).get(span)
+        return self._present(row, span) if kept is None else self._last(row, span, kept)
+
+    def places_kept(self, row: int, span: int) -> Places:
+        """The same of a pending span's table of what is kept."""
+        return self._last(row, span, self._kept[row][span])
+
+    def _last(self, row: int, span: int, kept: int) -> Places:
+        return self._present(row, span).last(kept, self.owners[row].prompt_tokens)
+
+    def _present(self, row: int, span: int) -> Places:
+        plan, prompt = self.owners[row].plan, self.owners[row].prompt_tokens
+        step = plan.step_of_span(span)
+        if step is None:
+            return EVERY_POSITION
+        if step.kind == FIXED:
+            return Places(ANCHOR if step.anchor and prompt > 1 else NO_ENTRY, prompt - 1)
+        return Places(self._chosen[row][step.layer // plan.span], prompt)
 
     def shared_spans(self, rows: Sequence[int]) -> int:
         """Up to which span all of these rows are read through the shared map alone."""
@@ -182,7 +219,7 @@ class KvMemory:
     def settle(self, row: int) -> None:
         """The kept entries of a complete prompt are in their places: the request holds nothing else from now on."""
         self.tables.adopt(row, self.retained)
-        self._kept.pop(row)
+        self._settled[row] = self._kept.pop(row)
 
     def settled(self, row: int) -> bool:
         """Whether entries of the row's prompt were dropped."""

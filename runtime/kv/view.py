@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from fathom.runtime.kv.memory import KvMemory
+from fathom.runtime.kv.places import EVERY_POSITION, Places
 from fathom.runtime.kv.prefix import UNBACKED
 from fathom.runtime.plan import FIXED
 
@@ -82,6 +83,7 @@ class SpanView:
         entry: [segments + 1] int64: where each segment's entries begin in ``slots``.
         query: [segments + 1] int64: where each segment's rows begin in the packed query.
         write: [query rows] int64 physical slots that take the rows' keys and values.
+        places: [segments] where the entries are; None where each segment's are at the positions from 0 on.
         cache: what a backend derives from this view, by its own keys.
     """
 
@@ -89,7 +91,29 @@ class SpanView:
     entry: np.ndarray
     query: np.ndarray
     write: np.ndarray
+    places: Sequence[Places] | None = None
     cache: dict = field(default_factory=dict)
+
+    def reach(self, window: int) -> np.ndarray | None:
+        """[query rows] int64: how many entries before its own each row sees; None where all see everything.
+
+        Args:
+            window: earlier positions that a row sees; -1 for all of them.
+        """
+        if window < 0:
+            return None
+        key = ("reach", window)
+        if key not in self.cache:
+            new = np.diff(self.query)
+            own = np.arange(self.query[-1]) + np.repeat(np.diff(self.entry) - self.query[1:], new)
+            if not self.places:
+                found = EVERY_POSITION.reach(own, window)
+            else:
+                parts = np.split(own, self.query[1:-1])
+                pairs = zip(self.places, parts, strict=True)
+                found = np.concatenate([places.reach(part, window) for places, part in pairs])
+            self.cache[key] = found
+        return self.cache[key]
 
     @property
     def begin(self) -> np.ndarray:
@@ -141,6 +165,15 @@ class TableView(SpanView):
     def begin(self) -> np.ndarray:
         """Behind each request's entries there is room for those of the tokens beyond it."""
         return self.entry[:-1] + self.batch.beyond * np.arange(len(self.entry) - 1)
+
+    @cached_property
+    def places(self) -> Sequence[Places] | None:  # type: ignore[override]
+        if self.private is None:
+            return None
+        return [
+            self.memory.places(row, self.span) if own else EVERY_POSITION
+            for row, own in zip(self.batch.rows.tolist(), self.private, strict=True)
+        ]
 
     @property
     def room(self) -> int:
@@ -214,11 +247,15 @@ def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:
     parts: list[np.ndarray] = []
     writes: list[np.ndarray] = []
     counts: list[int] = []
+    places: list[Places] = []
 
-    def segment(slots: np.ndarray, rows: int, write: np.ndarray | None = None) -> None:
+    def segment(
+        slots: np.ndarray, rows: int, where: Places = EVERY_POSITION, write: np.ndarray | None = None
+    ) -> None:
         if rows:
             parts.append(slots)
             counts.append(rows)
+            places.append(where)
             writes.append(slots[len(slots) - rows :] if write is None else write)
 
     for i, row in enumerate(batch.rows.tolist()):
@@ -227,24 +264,26 @@ def _mixed(memory: KvMemory, batch: Batch, span: int) -> SpanView:
         if private[i] and batch.ghost[i]:
             segment(dummy, 1)
             continue
+        where = memory.places(row, span) if private[i] else EVERY_POSITION
         if private[i]:
             slots = memory.tables.slots(row, span)
         else:
             slots = memory.shared.run(span, batch.slots[i][: batch.lengths[i] - later])
         if private[i] and _anchored(memory, row, span):
-            segment(slots, new + again)
+            segment(slots, new + again, where)
         else:
             if again:
-                segment(slots[:1], 1, dummy)
-            segment(slots, new)
+                segment(slots[:1], 1, write=dummy)
+            segment(slots, new, where)
         if later:
-            segment(memory.retained.slots(row, span), later)
+            segment(memory.retained.slots(row, span), later, memory.places_kept(row, span))
     empty = np.zeros(0, np.int32)
     return SpanView(
         np.concatenate(parts or [empty]).__getitem__,
         np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         np.concatenate(writes or [empty]).astype(np.int64),
+        places,
     )
 
 

@@ -49,6 +49,7 @@ from fathom.runtime.sglang_host.scheduling.sessions import FathomSessions
 from fathom.runtime.sglang_host.scheduling.short_prompts import Beside
 from fathom.runtime.sglang_host.seams import seams
 from fathom.runtime.sglang_host.step import bursts
+from fathom.runtime.sglang_host.step.compression import judging_layer
 from fathom.runtime.sglang_host.worker import FathomWorker
 
 logger = logging.getLogger(__name__)
@@ -393,7 +394,6 @@ class FathomScheduler(Scheduler):
             "the layers of this model cannot be run a few at a time": not split_prefill.possible(
                 runner.model
             ),
-            "the model has sliding-window layers": bool(attention_layers.window_of(runner)),
             "streaming sessions are on": get_serving().enable_streaming_session,
             "the model is spread over pipeline stages": self.ps.pp_size > 1,
             "the model takes images or sound, and --language-model-only was not given": config.is_multimodal,
@@ -401,12 +401,13 @@ class FathomScheduler(Scheduler):
         found = [reason for reason, holds in reasons.items() if holds]
         draft = self.tp_worker.draft_worker
         lacking = {} if draft else without_draft()
-        if draft is not None and attention_layers.window_of(draft.model_runner):
-            # Scores are of all keys of the prompt, and such layers look at the last ones only.
-            lacking["SpecPrefill"] = "the draft model has sliding-window layers"
+        if draft is not None and not attention_layers.has_whole_layer(draft.model_runner.model):
+            lacking["SpecPrefill"] = "the draft model has sliding windows in all its layers"
         lacking |= dict.fromkeys(("SPEED", *DRAFTED), "; ".join(found)) if found else {}
         lacking |= {"SFI": reason} if (reason := self.tp_worker.lacks_slow_fast()) else {}
         found += [reason] if (reason := devices.why_not(config, self.ps.tp_size)) else []
+        if (layer := LAYOUT.tsp_layer) and judging_layer(layer, attention_layers.windowed(runner.model)) < 0:
+            found.append(f"all layers below --tsp-layer {layer} have sliding windows")
         return lacking | ({"FastKV": "; ".join(found)} if found else {})
 
     def _fastkv(self) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.memory.kv_tree import tree_of
 from fathom.runtime.sglang_host.memory.tails import Tail, Tails
-from fathom.runtime.sglang_host.models import language_models, rope_scaling, split_prefill
+from fathom.runtime.sglang_host.models import language_models, rope_scaling, split_prefill, windows
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.scheduling import kv_schedule
@@ -99,6 +99,7 @@ class FathomWorker(TpModelWorker):
         if isinstance(self.allocator, DepthAllocator):
             split_prefill.install(self.model_runner.model)
             rope_scaling.settle(self.model_runner.model, self.model_config)
+            windows.settle(self.model_runner.model, self.model_config)
             lifetime = kv_schedule.install(self.allocator, self.model_runner.req_to_token_pool)
             lifetime.closed.append(self.ledger.let_go)
             if not self.lacks_slow_fast():
@@ -137,8 +138,8 @@ class FathomWorker(TpModelWorker):
         asked = get_schedule().num_continuous_decode_steps
         if asked > 1 and (not self._splits or get_serving().enable_streaming_session):
             logger.warning(
-                "--num-continuous-decode-steps has no effect with sliding windows, pipeline stages, "
-                "streaming sessions, images or sound"
+                "--num-continuous-decode-steps has no effect with pipeline stages, streaming sessions, images "
+                "or sound"
             )
             return 1
         return asked
@@ -310,9 +311,12 @@ class FathomWorker(TpModelWorker):
     @cached_property
     def _splits(self) -> bool:
         """Whether a batch of any requests may run a few layers at a time."""
-        config, runner = self.model_config, self.model_runner
-        plain = config.is_generation and not config.is_multimodal and self.ps.pp_size == 1
-        return plain and not attention_layers.window_of(runner)
+        config = self.model_config
+        return config.is_generation and not config.is_multimodal and self.ps.pp_size == 1
+
+    @cached_property
+    def _windowed(self) -> frozenset[int]:
+        return attention_layers.windowed(self.model_runner.model)
 
     def climb(self, batch: ScheduleBatch, **options: Any) -> GenerationBatchResult:
         forward = self._stairs(batch)
@@ -322,6 +326,7 @@ class FathomWorker(TpModelWorker):
             batch.reqs,
             self.model_runner.token_to_kv_pool.span,
             self._entered,
+            self._windowed,
         )
         result = self._step_around(forward, batch, **options)
         if isinstance(forward, KeptForward) and forward.idle:

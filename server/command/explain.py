@@ -210,8 +210,8 @@ def case_of(options: argparse.Namespace) -> Case:
         )
     if window := _window(content):
         notes.append(
-            f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token; a server "
-            "whose engine has such windows takes no policy but exact."
+            f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token: they read "
+            "less, and have no copy for fast steps."
         )
     if seen := [name for part, name in SENSES.items() if content.get(part)]:
         notes.append(

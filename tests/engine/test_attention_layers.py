@@ -8,6 +8,7 @@ from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.models import windows
 from fathom.runtime.sglang_host.step import slow_fast
 
 
@@ -20,14 +21,14 @@ def runner(model, window=None):
 
 
 @pytest.mark.parametrize(
-    ("windows", "told", "longest"),
+    ("sizes", "told", "longest"),
     [([-1, -1], None, 0), ([-1, 512, 128], None, 512), ([-1], 4096, 4096), ([None, 0], None, 0)],
 )
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_window_is_known_from_the_layers(windows, told, longest, beside, monkeypatch):
+def test_a_window_is_known_from_the_layers(sizes, told, longest, beside, monkeypatch):
     serving = SimpleNamespace(enable_streaming_session=False)
     monkeypatch.setattr(slow_fast, "get_serving", lambda: serving)
-    layers = {number: attention(number, window) for number, window in enumerate(windows)}
+    layers = {number: attention(number, window) for number, window in enumerate(sizes)}
     model = torch.nn.Module()
     if beside:  # as SGLang has them where Transformers implements the model
         model.attention_instances = layers
@@ -36,8 +37,29 @@ def test_a_window_is_known_from_the_layers(windows, told, longest, beside, monke
     assert attention_layers.window_of(runner(model, told)) == longest
     config = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
     given = SimpleNamespace(**vars(runner(model, told)), model_config=config)
+    assert attention_layers.windowed(model) == {n for n, each in enumerate(sizes) if each and each > 0}
     reason = slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
-    assert ("sliding-window layers" in reason) == (longest > 0)
+    assert reason == ""
+
+
+def test_no_fast_steps_where_no_layer_sees_everything(monkeypatch):
+    monkeypatch.setattr(slow_fast, "get_serving", lambda: SimpleNamespace(enable_streaming_session=False))
+    model = torch.nn.ModuleList([attention(0, 64), attention(1, 128)])
+    assert not attention_layers.has_whole_layer(model) and attention_layers.windows_of(model) == [64, 128]
+    given = SimpleNamespace(
+        model=model, model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2), sliding_window_size=None
+    )
+    reason = slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
+    assert reason == "the model has sliding windows in all its layers"
+
+
+@pytest.mark.parametrize(("given", "right"), [(64, 63), (63, 63), (-1, -1)])
+def test_a_window_of_one_position_too_many_is_put_right(given, right):
+    """Cohere 2's of 64 tokens sees 64 before itself in SGLang; OLMo 3's 63."""
+    model = torch.nn.ModuleList([attention(0, given)])
+    windows.settle(model, SimpleNamespace(hf_text_config=SimpleNamespace(sliding_window=64)))
+    windows.settle(model, SimpleNamespace(hf_text_config=SimpleNamespace(sliding_window=None)))
+    assert model[0].sliding_window_size == right
 
 
 @pytest.mark.parametrize(("changed", "value"), [("use_irope", True), ("xai_temperature_len", 1024)])

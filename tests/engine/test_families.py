@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from conftest import save_random_model
-from greedy import TOLERANCE, ask, body_of
+from greedy import TOLERANCE, ask
 from interpreted import SERVED, check_all
 from noisy import draft_flags, noisy_copy
 from sglang.srt.configs.model_config import ModelConfig
@@ -21,6 +21,7 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.9}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
 FAMILIES = {
     "Phi3": {},
     "Glm4": {"rope_parameters": SCALED | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
@@ -31,6 +32,16 @@ FAMILIES = {
     "SeedOss": {},
     "Ernie4_5": {"num_nextn_predict_layers": 1},  # heads that its checkpoints may have beside the layers
     "Ministral3": {"rope_parameters": YARN | {"rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
+    "Cohere2": {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True, **WINDOWS},
+    "Gemma3Text": {
+        **WINDOWS,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 32,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    },
 }
 TOLERANCES = {"Gemma": 3e-3, "Apertus": 5e-3}
 """SGLang rounds some of their constants to bfloat16."""
@@ -50,8 +61,10 @@ WITH_EXPERTS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(start_server, tmp_path, triggers, family):
+def test_a_family(start_server, tmp_path, triggers, family, monkeypatch):
     """With a draft of its own family; noise on norms and biases too, which are ones and zeros in random models."""
+    # The one class without "Text" in its name, of which the configuration is the text's.
+    monkeypatch.setattr(transformers, "Gemma3TextForCausalLM", transformers.Gemma3ForCausalLM, raising=False)
     (plain := tmp_path / "plain").mkdir()
     save_random_model(plain, family, pad_token_id=0, **FAMILIES[family])
     # Of Apertus, constants would get noise that SGLang rounds away.
@@ -89,38 +102,6 @@ def test_a_draft_with_experts_is_the_model_that_it_is(tmp_path, monkeypatch, fam
     save_random_model(tmp_path, family, **WITH_EXPERTS[family])
     config = ModelConfig(str(tmp_path), is_draft_model=True).hf_config
     assert config.architectures == [f"{family}ForCausalLM"]
-
-
-def test_windows_of_which_sglang_tells_nothing(start_server, tmp_path):
-    """Cohere2's layers have some: nobody may decode as if they saw everything."""
-    server = start_server(
-        save_random_model(tmp_path, "Cohere2", hidden_size=128, sliding_window=64, pad_token_id=0), *SERVED
-    )
-    reply = server.client.post("/generate", json=body_of(list(range(6, 150)), {"decode": "slow_fast"}, 4))
-    assert reply.status_code == 400 and "the model has sliding-window layers" in reply.text
-    reply = server.client.post("/generate", json=body_of(list(range(6, 150)), {}, 4))
-    assert reply.status_code == 200, reply.text
-
-
-def test_a_draft_with_windows_drafts_and_judges_no_prompt(start_server, tiny_model, tmp_path):
-    """OLMo 3's layers have some: what is far from a prompt's end they do not look at, so that they cannot say what
-    it is worth."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
-    draft = save_random_model(
-        tmp_path, "Olmo3", num_hidden_layers=2, num_key_value_heads=4, head_dim=16, **kinds
-    )
-    server = start_server(tiny_model, *SERVED, *draft_flags(draft))
-    prompt = list(range(6, 150))
-
-    def ask(policy):
-        return server.client.post("/generate", json=body_of(prompt, policy, 12))
-
-    reply = ask({"prefill_keep_rate": 0.5})
-    assert reply.status_code == 400 and "the draft model has sliding-window layers" in reply.text
-    assert list(server.engine()["lacking"]) == ["SpecPrefill"]
-    drafted, dense = ask({"speculative": True}).json(), ask({}).json()
-    assert drafted["output_ids"] == dense["output_ids"]
-    assert drafted["meta_info"]["fathom"]["draft_tokens"] > 0
 
 
 USED = {"sliding_window": 4096, "use_sliding_window": True}

@@ -43,6 +43,18 @@ class WithMore(WithResidual):
         return *super().forward(positions, hidden_states, forward_batch, residual), "unused"
 
 
+class Rotated(Layer):
+    """Given what its model makes of the positions, and neither all by place nor in the order of others."""
+
+    def forward(self, positions, hidden_states, position_embeddings, forward_batch, residual=None, **kwargs):
+        assert positions.dim() == 2 and kwargs == {"more": "unused"}
+        residual = hidden_states if residual is None else residual + hidden_states
+        return self.through(residual, position_embeddings), residual
+
+
+KINDS = [Plain, WithResidual, WithMore, Rotated]
+
+
 class Model(torch.nn.Module):
     """As SGLang's are made: a forward around a body with layers."""
 
@@ -59,12 +71,21 @@ class Model(torch.nn.Module):
                 hidden, residual, _ = layer(positions, hidden, forward_batch, residual, None)
             elif self.kind is WithResidual:
                 hidden, residual = layer(positions, hidden, forward_batch, residual)
+            elif self.kind is Rotated:
+                hidden, residual = layer(
+                    positions=positions[None],
+                    position_embeddings=positions.cos(),
+                    hidden_states=hidden,
+                    forward_batch=forward_batch,
+                    residual=residual,
+                    more="unused",
+                )
             else:
                 hidden = layer(positions=positions, hidden_states=hidden, forward_batch=forward_batch)
         return hidden * 2 if residual is None else hidden * 2 + residual
 
 
-@pytest.mark.parametrize("kind", [Plain, WithResidual, WithMore])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("edges", [(0, 5), (0, 1, 5), (0, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
 def test_intervals_give_what_all_layers_give(kind, edges):
     ran = []
@@ -79,7 +100,7 @@ def test_intervals_give_what_all_layers_give(kind, edges):
     assert torch.equal(found, want)
 
 
-@pytest.mark.parametrize("kind", [Plain, WithResidual, WithMore])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_be_dropped_in_between(kind):
     model, ids, positions = Model(kind, []), torch.arange(3), torch.tensor([4.0, 5.0, 6.0])
     want, kept = model(ids, positions, None), torch.tensor([0, 2])
@@ -124,6 +145,8 @@ def test_layers_whose_weights_are_offloaded_are_left_alone(monkeypatch):
         ),  # inherited; its own forward scales embeddings
         ("nanbeige", "NanbeigeForCausalLM", "NanbeigeModel", False),  # an assertion
         ("exaone4", "Exaone4ForCausalLM", "Exaone4Model", False),
+        ("gemma3_causal", "Gemma3ForCausalLM", "Gemma3TextModel", False),
+        ("commandr", "Cohere2ForCausalLM", "CohereModel", None),
         ("olmo2", "Olmo2ForCausalLM", "Olmo2Model", None),
     ],
 )

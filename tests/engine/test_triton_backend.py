@@ -13,7 +13,7 @@ from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.memory import Growth, KvMemory
 from fathom.runtime.kv.view import Batch
 from fathom.runtime.plan import build
-from fathom.runtime.sglang_host.attention import span_attention, triton_attention
+from fathom.runtime.sglang_host.attention import attention_layers, span_attention, triton_attention
 from fathom.runtime.sglang_host.draft.draft_attention import Captured, TritonDraftBackend
 from fathom.runtime.sglang_host.draft.draft_graphs import DraftGraphRunner
 from fathom.runtime.sglang_host.step import passes
@@ -55,7 +55,7 @@ def runner(**changed):
     return SimpleNamespace(**(fields | changed))
 
 
-def layer(number):
+def layer(number, window=-1):
     return SimpleNamespace(
         layer_id=number,
         tp_q_head_num=HEADS,
@@ -67,9 +67,11 @@ def layer(number):
         logit_cap=0.0,
         attn_type=AttentionType.DECODER,
         is_cross_attention=False,
+        sliding_window_size=window,
     )
 
 
+WINDOW = 6
 CHUNK = 24
 """Prompt tokens of a step at most; more than there are request rows."""
 
@@ -95,6 +97,7 @@ def launches(monkeypatch):
     # What a step computes and is given lies where SGLang's captured step has it.
     monkeypatch.setattr(triton_attention, "paged_decode", record({0, 8}))
     monkeypatch.setattr(triton_attention, "paged_extend", record({0, 1, 2, 12}))
+    monkeypatch.setattr(attention_layers, "windows_of", lambda _: [WINDOW])
     return seen
 
 
@@ -120,10 +123,10 @@ class Life:
         return Batch.plain(np.array(rows), np.array([*map(len, slots)]), slots, np.array(new))
 
 
-def compute(backend, rows):
+def compute(backend, rows, window=-1):
     for span in range(SPANS):
         new = torch.zeros(rows, KV_HEADS * DIM)
-        backend.forward_decode(torch.zeros(rows, HEADS * DIM), new, new, layer(span), None)
+        backend.forward_decode(torch.zeros(rows, HEADS * DIM), new, new, layer(span, window), None)
 
 
 def test_a_decode_launch_depends_on_the_batchs_size_alone(launches):
@@ -158,17 +161,34 @@ def test_prompts_need_no_second_lists(launches, schedule, chunk, most):
     assert backend.tables.grown == 0
 
 
-def test_a_launch_over_several_rows_depends_on_their_number_alone(launches):
+def test_a_captured_layer_with_a_window_is_given_the_same_for_any_lengths(launches):
+    made = runner()
+    backend, life, size = triton_attention.TritonAttentionBackend(made), Life(made), 4
+    backend.init_cuda_graph_state(size, size)
+    for step, rows in enumerate([(0, 1, 2), (3, 0), (2, 3, 1)]):
+        for row in rows:
+            life.grow(row, 5 + 3 * step + row)
+        backend.set_batch(life.batch(rows, [1] * len(rows)))
+        backend.padded_to = size
+        backend._fill_near([backend.views[span] for span in range(SPANS)])
+        compute(backend, size, WINDOW)
+    assert all(launch == launches[i % SPANS] for i, launch in enumerate(launches))
+
+
+@pytest.mark.parametrize("window", [-1, WINDOW])
+def test_a_launch_over_several_rows_depends_on_their_number_alone(launches, window):
     """A few tokens of some requests, more of one: the captured launch, and what else it writes, stays the same."""
     made = runner()
     backend, life, size = triton_attention.TritonAttentionBackend(made), Life(made), 8
+    if window >= 0:
+        backend.init_cuda_graph_state(size, size)
     with backend.capturing(triton_attention.SEVERAL):
         for step, (rows, new) in enumerate([((0, 1, 2), (2, 3, 1)), ((3,), (7,)), ((1, 0), (4, 4))]):
             for row in rows:
                 life.grow(row, 8 + 3 * step + row)
             backend.given = life.batch(rows, new)
             backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size))
-            compute(backend, size)
+            compute(backend, size, window)
     assert len(launches) == 3 * SPANS and launches[0] != launches[1]
     for i, launch in enumerate(launches):
         assert launch == launches[i % SPANS]
@@ -259,7 +279,6 @@ def test_a_pass_within_a_step_is_timed_once(monkeypatch):
     [
         ({"use_mla_backend": True}, "the Triton attention backend serves .* multi-head latent attention"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "this model has an encoder"),
-        ({"sliding_window_size": 4096}, "has no sliding window"),
         ({"kv_cache_dtype": torch.int8}, "has no torch.int8 KV; use --kv-cache-dtype auto"),
     ],
 )

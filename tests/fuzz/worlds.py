@@ -25,6 +25,7 @@ class Target:
     Attributes:
         family: prefix of its classes in Transformers.
         kv_heads: and dim, the numbers from which a token's KV bytes follow.
+        whole: layers without a sliding window.
         config: what differs from the configuration of tests' random models.
         ending: factor on the output weights of tokens that end a sentence or line, which trigger slow steps.
     """
@@ -33,6 +34,7 @@ class Target:
     layers: int
     kv_heads: int
     dim: int
+    whole: int
     config: dict[str, Any]
     ending: float
 
@@ -113,7 +115,7 @@ class World:
     @property
     def compact_bytes(self) -> int:
         """Of a request's compact buffers."""
-        return (self.settings.sink + self.settings.k) * self.target.layers * self.target.token_bytes
+        return (self.settings.sink + self.settings.k) * self.target.whole * self.target.token_bytes
 
     @property
     def env(self) -> dict[str, str]:
@@ -147,7 +149,7 @@ def draw(seed: int, devices: int | None = None) -> World:
         devices: that share the model; None for one, now and then two.
     """
     rng = random.Random(f"{seed}/world")
-    target = _target(rng, devices or 1)
+    target = _with_windows(random.Random(f"{seed}/windows"), _target(rng, devices or 1))
     memory, memory_flags = _memory(rng)
     depth, depth_flags = _depth(rng, target.layers, memory["context"])
     settings, sfi_flags = _sfi(rng, target, devices)
@@ -208,7 +210,20 @@ def _target(rng: random.Random, devices: int) -> Target:
         config["hidden_size"] = 96
     if family == "Mistral":
         config["sliding_window"] = None
-    return Target(family, layers, kv_heads, dim, config, rng.choice([1.0, 1.3, 1.5, 1.6]))
+    return Target(family, layers, kv_heads, dim, layers, config, rng.choice([1.0, 1.3, 1.5, 1.6]))
+
+
+def _with_windows(rng: random.Random, target: Target) -> Target:
+    """Some targets with sliding windows, of OLMo 3, whose heads share the hidden size; the first layer has none."""
+    if target.family == "Qwen2" or rng.random() >= 0.25:
+        return target
+    kinds = ["full_attention", *rng.choices(["full_attention", "sliding_attention"], k=target.layers - 1)]
+    config = target.config | {
+        "hidden_size": target.config["num_attention_heads"] * target.dim,
+        "layer_types": kinds,
+        "sliding_window": rng.choice([2, 3, 9, 32, 64, 200]),
+    }
+    return replace(target, family="Olmo3", whole=kinds.count("full_attention"), config=config)
 
 
 def _draft(rng: random.Random, target: Target, devices: int) -> Draft:
@@ -343,7 +358,7 @@ def _sfi(rng: random.Random, target: Target, devices: int | None) -> tuple[sfi.S
         "--sfi-prior-clip": settings.lambda_clip,
     }
     if rng.random() < 0.4:  # so few compact buffers that some requests decode densely
-        size = (settings.sink + settings.k) * target.layers * target.token_bytes
+        size = (settings.sink + settings.k) * target.whole * target.token_bytes
         flags["--sfi-buffer-mib"] = rng.choice([1, 2, 4]) * size / 2**20 * 1.0001
     return settings, _given(flags)
 

@@ -138,8 +138,20 @@ def compare_extend(prefixes, new, heads, kv_heads, dim, dtype, page, splits):
     assert got is into
     # As in a captured step: requests without a row behind the others, and tiles for fewer tokens than some have.
     padded = torch.nn.functional.pad(prefix, (0, 2)), torch.cat([bounds, bounds[-1:].expand(2)])
-    arguments = *arguments[:6], torch.nn.functional.pad(rows, (0, 2)), *padded
-    check(paged_extend(*arguments, max(new) + 9, SCALE, splits, usual_new=2), want, dtype)
+    given = *arguments[:6], torch.nn.functional.pad(rows, (0, 2)), *padded
+    check(paged_extend(*given, max(new) + 9, SCALE, splits, usual_new=2), want, dtype)
+    for window in (0, 9, 40):
+        reach = torch.cat([within(window, prefix, own) for prefix, own in zip(prefixes, new, strict=True)])
+        want = paged_extend_reference(*arguments, SCALE, reach)
+        check(paged_extend(*given, max(new) + 9, SCALE, splits, usual_new=2, reach=reach.int()), want, dtype)
+        check(paged_extend(*arguments, max(new), SCALE, splits, reach=reach.int()), want, dtype)
+
+
+def within(window, prefix, new):
+    """[new] of tokens at positions with gaps: how many before it each has among those of so many positions."""
+    position = torch.randint(1, 4, (prefix + new,)).cumsum(0)
+    seen = position >= position[prefix:].unsqueeze(1) - window
+    return (seen & (position < position[prefix:].unsqueeze(1))).sum(1)
 
 
 if __name__ == "__main__":

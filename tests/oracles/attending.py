@@ -83,6 +83,19 @@ def causal(n: int) -> torch.Tensor:
     return torch.ones(n, n, dtype=torch.bool).tril()
 
 
+def windows(model) -> list[int | None]:
+    """Of each layer how many tokens, itself the last, a token sees; None for all before it."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def near(rows: Sequence[int], columns: int, window: int | None) -> torch.Tensor:
+    """[rows, columns] bool: whether the token at a position sees that far back."""
+    position = torch.tensor([*rows]).unsqueeze(1)
+    return torch.arange(columns) > position - (position.max() + 1 if window is None else window)
+
+
 def only(exists, n: int) -> torch.Tensor:
     """[n, n] bool: rows see those before them that exist, and themselves.
 

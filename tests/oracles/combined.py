@@ -5,6 +5,9 @@ above the selection layer and the entries that each KV head kept (FastKV), those
 (SPEED), and what a decode step reads of all that (Slow-Fast Inference). Drafting changes no greedy token, so it has
 no place here.
 
+A layer with a sliding window sees what there is of the last positions, always all of it: FastKV keeps its last
+entries there and takes its scores from a layer below the selection that sees everything.
+
 Works on Transformers models of any family. The rules of selection are those of ``oracles/sfi.py`` and
 ``oracles/fastkv.py``. Shares no code with the engine.
 """
@@ -149,43 +152,59 @@ class Combined(sfi.CachedModel):
     def __init__(self, model, capacity: int) -> None:
         super().__init__(model, capacity)
         self.there = torch.ones(*self.keys.shape[:2], capacity, dtype=torch.bool)
+        self.windows = attending.windows(model)
+
+    def judge(self, tsp_layer: int) -> int:
+        """The layer whose attention selects the tokens that ``tsp_layer`` and those above it see."""
+        return max(i for i in range(tsp_layer) if self.windows[i] is None)
+
+    def everything(self, layer: int) -> torch.Tensor:
+        """What the last token reads that reads all it can: [kv_heads, 1, length]."""
+        near = attending.near([self.length - 1], self.length, self.windows[layer])
+        return self.there[layer, :, None, : self.length] & near
 
     def prefill(self, prompt: Sequence[int], how: Prefill, answer: Answer) -> torch.Tensor:
         """Logits of the last prompt token [vocabulary]; sets and kept entries go to ``answer``."""
         n, self.length = len(prompt), len(prompt)
         exists = list(range(n)) if how.entered is None else sorted(how.entered)
-        count = len(exists)
+        count, chosen = len(exists), exists
 
         def attend(i, q, k, v, scale):
-            nonlocal exists
+            nonlocal exists, chosen
+            if how.tsp_rate < 1 and i == how.tsp_layer:
+                exists = chosen
             if how.cutoff is not None and i == how.cutoff:
                 exists = sorted({n - 1} | ({0} if how.anchors == "bos" else set()))
             self.keys[i, :, :n], self.values[i, :, :n] = k, v
-            selects = how.tsp_layer is not None and how.tsp_rate < 1 and i == how.tsp_layer - 1
+            selects = how.tsp_layer is not None and how.tsp_rate < 1 and i == self.judge(how.tsp_layer)
             matrix = None
-            if selects or (how.retention < 1 and how.rule == "saliency"):
+            windowed = self.windows[i] is not None
+            if selects or (how.retention < 1 and how.rule == "saliency" and not windowed):
                 matrix = fastkv.attention(*(x[:, exists].transpose(0, 1) for x in (q, k)), scale)
-            kept = self._kept(matrix, exists, count, how)
+            kept = self._kept(matrix, exists, count, how, windowed)
             answer.sets.append(exists)
             answer.kept.append(kept)
             self.there[i, :, :n] = False
             for head, positions in enumerate(kept):
                 self.there[i, head, positions] = True
-            mixed, _ = attending.masked(q, k, v, attending.only(exists, n), scale)
+            visible = attending.only(exists, n) & attending.near(range(n), n, self.windows[i])
+            mixed, _ = attending.masked(q, k, v, visible, scale)
             if selects:
                 forced = [0] if how.cutoff is not None and how.anchors == "bos" else []
                 scores = fastkv.saliency(matrix, 1, WINDOW)[0]
-                chosen = fastkv.keep(scores, len(exists), count, how.tsp_rate, WINDOW, forced)
-                exists = [exists[j] for j in chosen]
+                best = fastkv.keep(scores, len(exists), count, how.tsp_rate, WINDOW, forced)
+                chosen = [exists[j] for j in best]
             return mixed
 
         return attending.forward(self.model, prompt, attend)[-1]
 
-    def _kept(self, matrix, exists: list[int], count: int, how: Prefill) -> list[list[int]]:
+    def _kept(self, matrix, exists: list[int], count: int, how: Prefill, windowed: bool) -> list[list[int]]:
         if how.retention == 1:
             return [exists] * self.kv_heads
         before = max(len(exists) - WINDOW, 0)
-        if how.rule == "streaming":
+        if windowed:
+            scores = [[float(j) for j in range(before)]] * self.kv_heads
+        elif how.rule == "streaming":
             scores = [[float("inf") if j < 4 else float(j) for j in range(before)]] * self.kv_heads
         else:
             scores = fastkv.saliency(matrix, self.kv_heads, WINDOW)
@@ -202,6 +221,9 @@ class Combined(sfi.CachedModel):
         """[layer][KV head] positions, from the attention logits of the current token."""
         found = []
         for i, scores in enumerate(observed):
+            if self.windows[i] is not None:
+                found.append([])
+                continue
             tables = [self.table(i, head) for head in range(self.kv_heads)]
             size = len(tables[0])  # the same for all heads
             candidates = range(s.sink, max(size - s.recent, s.sink))
@@ -224,8 +246,8 @@ class Combined(sfi.CachedModel):
         """Mask of a fast step that reads a new token at ``self.length``: layer -> [kv_heads, 1, length + 1]."""
 
         def visible(layer: int) -> torch.Tensor:
-            if whole[layer]:
-                return self.there[layer, :, None, : self.length]
+            if whole[layer] or self.windows[layer] is not None:
+                return self.everything(layer)
             mask = torch.zeros(self.kv_heads, 1, self.length, dtype=torch.bool)
             for head in range(self.kv_heads):
                 own = self.table(layer, head)
@@ -273,8 +295,7 @@ def generate(
         cause = "start" if selection is None else "trigger" if boundary else "timeout"
         renewed = None
         if slow:
-            everything = lambda i: one.there[i, :, None, : one.length]  # noqa: E731
-            logits, observed = one.forward(answer.tokens[-1:], everything)
+            logits, observed = one.forward(answer.tokens[-1:], one.everything)
             # There is nothing to reuse before all sink tokens exist: shorter contexts stay slow.
             if s is not None and not again and one.length >= s.sink:
                 if selection is None or decode.rule != "frozen":

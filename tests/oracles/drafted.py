@@ -11,6 +11,10 @@ class Draft:
     def __init__(self, folder) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
+    def _seen(self, layer: int, n: int) -> torch.Tensor:
+        window = attending.windows(self.model)[layer]
+        return attending.causal(n) & attending.near(range(n), n, window)
+
     @torch.no_grad()
     def look_ahead(self, prompt: list[int], steps: int, ends: set[int]) -> list[int]:
         """What the draft says after the prompt, greedily, up to and with an end."""
@@ -19,7 +23,7 @@ class Draft:
             logits = attending.forward(
                 self.model,
                 prompt + said,
-                lambda _, q, k, v, scale: attending.masked(q, k, v, attending.causal(k.shape[1]), scale)[0],
+                lambda i, q, k, v, scale: attending.masked(q, k, v, self._seen(i, k.shape[1]), scale)[0],
             )
             said.append(int(logits[-1].argmax()))
         return said
@@ -33,10 +37,12 @@ class Draft:
         queries, keys, scales = [], [], set()
 
         def attend(layer, q, k, v, scale):
-            queries.append(q[:, rows].transpose(0, 1))
-            keys.append(k[:, : len(prompt)].transpose(0, 1))
+            # A layer with a window says nothing of most of the prompt.
+            if attending.windows(self.model)[layer] is None:
+                queries.append(q[:, rows].transpose(0, 1))
+                keys.append(k[:, : len(prompt)].transpose(0, 1))
             scales.add(scale)
-            return attending.masked(q, k, v, attending.causal(len(tokens)), scale)[0]
+            return attending.masked(q, k, v, self._seen(layer, len(tokens)), scale)[0]
 
         attending.forward(self.model, tokens, attend)
         scores = specprefill.token_scores(queries, keys, *scales)

@@ -15,6 +15,7 @@ ON_THE_HOST = {
     },
     "span_attention.py": {"table.numpy()"},  # after a look at its device
     "device_view.py": {"staging.numpy()"},  # host memory by what it is
+    "near.py": {"of_segments.numpy()", "of_rows.numpy()"},  # the same
 }
 SENT_ONCE = {
     "probe.py": ["torch.tensor([list(tokens)], device=self.base.embed_tokens.weight.device)"],  # no server

@@ -15,6 +15,26 @@ def layers_of(model: torch.nn.Module) -> list[RadixAttention]:
     return [each for each in (*model.modules(), *beside) if isinstance(each, RadixAttention)]
 
 
+def is_windowed(layer: RadixAttention) -> bool:
+    """Whether the layer's tokens see some of the positions before them only."""
+    return layer.sliding_window_size >= 0
+
+
+def windowed(model: torch.nn.Module) -> frozenset[int]:
+    """The layers that have a sliding window, counted from 0."""
+    return frozenset(each.layer_id for each in layers_of(model) if is_windowed(each))
+
+
+def windows_of(model: torch.nn.Module) -> list[int]:
+    """The sizes of the layers' sliding windows: earlier positions that a token sees, ascending."""
+    return sorted({each.sliding_window_size for each in layers_of(model) if is_windowed(each)})
+
+
+def has_whole_layer(model: torch.nn.Module) -> bool:
+    """Whether some layer's tokens see all positions before them."""
+    return not all(map(is_windowed, layers_of(model)))
+
+
 def window_of(runner: "ModelRunner") -> int:
     """Tokens of the longest sliding window of any layer; 0 where none has one.
 

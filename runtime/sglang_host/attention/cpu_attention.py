@@ -69,7 +69,7 @@ class FewQueries:
 def _few_queries(
     span_view: SpanView, kv_heads: int, most: int, window: int, skipped: np.ndarray | None
 ) -> FewQueries:
-    """Those of at most ``most`` queries that are not skipped."""
+    """Those of at most ``most`` queries that are not skipped; ``window`` is the layer's."""
     key = ("few", kv_heads, most, window)
     if key not in span_view.cache:
         entry, query, slots = span_view.entry, span_view.query, span_view.slots
@@ -77,20 +77,26 @@ def _few_queries(
         if skipped is not None:
             chosen &= ~skipped
         entries, queries = (np.diff(x)[chosen].astype(np.int64).tobytes() for x in (entry, query))
-        tasks = _plan_few(entries, queries, kv_heads, window)
-        rows = None
+        reach, rows = span_view.reach(window), None
         if not chosen.all():
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(chosen, np.diff(query))))
+            packed = np.flatnonzero(np.repeat(chosen, np.diff(query)))
+            rows, reach = torch.from_numpy(packed), None if reach is None else reach[packed]
             slots = slots[np.repeat(chosen, np.diff(entry))]
+        tasks = _plan_few(entries, queries, kv_heads, None if reach is None else reach.tobytes())
         span_view.cache[key] = FewQueries(chosen, rows, torch.from_numpy(slots).view(1, -1), tasks)
     return span_view.cache[key]
 
 
 @functools.lru_cache(maxsize=8)
-def _plan_few(entries: bytes, queries: bytes, kv_heads: int, window: int) -> Tasks:
-    """The work for requests of so many entries and queries, int64: spans whose tables are as long share a plan."""
+def _plan_few(entries: bytes, queries: bytes, kv_heads: int, reach: bytes | None) -> Tasks:
+    """The work for requests of so many entries and queries, and of each query how far it sees, int64: spans whose
+    tables are as long share a plan.
+    """
     entry, query = (np.cumsum([0, *np.frombuffer(counts, np.int64)]) for counts in (entries, queries))
-    return plan_packed(entry, query, kv_heads, window)
+    # A copy: kernels are compiled for arrays that may be written to.
+    return plan_packed(
+        entry, query, kv_heads, None if reach is None else np.frombuffer(reach, np.int64).copy()
+    )
 
 
 def _tiles(span_view: SpanView, chosen: np.ndarray, layer: "RadixAttention") -> np.ndarray:
@@ -98,7 +104,8 @@ def _tiles(span_view: SpanView, chosen: np.ndarray, layer: "RadixAttention") -> 
     heads, kv_heads, window = layer.tp_q_head_num, layer.tp_k_head_num, layer.sliding_window_size
     key = ("tiles", heads, kv_heads, window, chosen.tobytes())
     if key not in span_view.cache:
-        tiles = plan_tiles(span_view.entry, span_view.query, chosen, heads, kv_heads, window)
+        reach = span_view.reach(window)
+        tiles = plan_tiles(span_view.entry, span_view.query, chosen, heads, kv_heads, reach)
         span_view.cache[key] = tiles
     return span_view.cache[key]
 
@@ -186,12 +193,12 @@ class CpuAttentionBackend(SpanAttentionBackend):
         if self.watched or (step is not None and step.capacity):
             return None
         parts = []
-        for _, span in groupby(layers, lambda layer: self.span_of(layer.layer_id)):
+        for _, span in groupby(layers, lambda x: (self.span_of(x.layer_id), x.sliding_window_size)):
             together = list(span)
             work = self._span_reads(together[0])
             for layer in together:
-                pool = self._pool(layer)
-                parts.append((*work, pool, pool if step is None else step.state.compact[layer.layer_id]))
+                pool, own = self._pool(layer), self.step_of(layer)
+                parts.append((*work, pool, pool if own is None else own.state.compact[layer.layer_id]))
         found = []
         # Spans whose tables are alike have one and the same plan of work.
         for _, run in groupby(parts, lambda part: (id(part[0]), part[1].shape)):
@@ -202,8 +209,8 @@ class CpuAttentionBackend(SpanAttentionBackend):
     def _span_reads(self, layer: "RadixAttention") -> tuple[Tasks, torch.Tensor, np.ndarray]:
         """Of the span that this layer is in: the work, the page table, and where keys and values go."""
         span_view = self.view_of(layer.layer_id)
-        if self.alternating is not None:
-            plan = self.alternating.span_step(layer.layer_id, span_view)
+        if (step := self.step_of(layer)) is not None:
+            plan = step.span_step(layer.layer_id, span_view)
             return plan.step.plan.tasks, plan.table, span_view.write
         few = _few_queries(span_view, layer.tp_k_head_num, 1, layer.sliding_window_size, None)
         return few.tasks, few.slots, span_view.write
@@ -218,6 +225,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
         skipped: np.ndarray | None,
     ) -> None:
         kv_heads, window = layer.tp_k_head_num, layer.sliding_window_size
+        reach = span_view.reach(window)
         pool, dtype = self._pool(layer), query.dtype
         products = takes_products(dtype, pool[0].dtype, layer.qk_head_dim, layer.v_head_dim)
         most = FEW_QUERIES if products else max(FEW_QUERIES, FEW_ROWS * kv_heads // layer.tp_q_head_num)
@@ -232,7 +240,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
             return
         if products:
             tiles = _tiles(span_view, ~done, layer)
-            prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, window)
+            prefill_attention(query, pool, span_view.slots, tiles, layer.scaling, output, reach)
             return
         keys, values = pool
         if self.widens:
@@ -245,7 +253,7 @@ class CpuAttentionBackend(SpanAttentionBackend):
                     _read(keys, own, dtype),
                     _read(values, own, dtype),
                     layer.scaling,
-                    window,
+                    None if reach is None else reach[packed],
                     (_read(keys, before, dtype), _read(values, before, dtype)),
                 )
 

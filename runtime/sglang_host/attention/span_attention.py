@@ -14,6 +14,7 @@ from fathom.kernels.kv_pair import KvPair
 from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.view import Batch, SpanView, Views
 from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.attention.attention_layers import is_windowed
 from fathom.runtime.staging import send
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ class SpanAttentionBackend(AttentionBackend):
         self._refuse(more)
         span_view = self._store(k, v, layer, save_kv_cache)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if self.alternating is not None:
-            output = self._alternate(self.alternating, query, layer, span_view)
+        if (step := self.step_of(layer)) is not None:
+            output = self._alternate(step, query, layer, span_view)
         else:
             output = self.decode(query, layer, span_view)
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -210,14 +211,18 @@ class SpanAttentionBackend(AttentionBackend):
             raise KeysStored
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         new = None if k is None else self._heads(k, v, layer)
-        if self.alternating is None:
+        if (step := self.step_of(layer)) is None:
             self.extend(query, new, layer, span_view, output, None)
         else:
-            own, skipped = self._parts(self.alternating, span_view)
+            own, skipped = self._parts(step, span_view)
             if not skipped.all():
                 self.extend(query, new, layer, span_view, output, skipped)
-            output[own] = self._alternate(self.alternating, query[own], layer, span_view)
+            output[own] = self._alternate(step, query[own], layer, span_view)
         return output.view(len(query), -1)
+
+    def step_of(self, layer: "RadixAttention") -> Step | None:
+        """What of the step that is running alternates at a layer; nothing where it looks back over a window."""
+        return None if is_windowed(layer) else self.alternating
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -4,7 +4,7 @@ where it takes the layout.
 Without a GPU it runs in Triton's interpreter, one program after the other: how it is tested.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from fathom.runtime.decode import SlowFast
 from fathom.runtime.decode_step import Step
 from fathom.runtime.kv.device_view import DeviceTables, DeviceView
 from fathom.runtime.kv.mirror import PageMirror
+from fathom.runtime.kv.near import Near, NearBuffers, near
 from fathom.runtime.kv.view import Batch, SpanView, TableView
 from fathom.runtime.sglang_host.attention import attention_layers, flashinfer_prefill
+from fathom.runtime.sglang_host.attention.attention_layers import is_windowed
 from fathom.runtime.sglang_host.attention.span_attention import SpanAttentionBackend
 from fathom.runtime.sglang_host.engine_args import has_e4m3
 from fathom.runtime.sglang_host.machine import devices
@@ -84,11 +86,13 @@ class TritonAttentionBackend(SpanAttentionBackend):
     """Stands for the steps of requests which alternate in what is captured and replayed."""
     captures = DENSE
     """What is being captured, if something is."""
+    near: NearBuffers | None = None
+    """What captured layers with sliding windows read; None where there are none."""
+    most_near = 0
+    """Most entries before a segment's own there, in the step that is replayed."""
 
     def __init__(self, model_runner: "ModelRunner") -> None:
         super().__init__(model_runner)
-        if attention_layers.window_of(model_runner):
-            raise NotImplementedError("the Triton attention backend has no sliding window")
         kv_dtype = model_runner.kv_cache_dtype
         if kv_dtype not in (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BITS):
             raise NotImplementedError(
@@ -166,6 +170,9 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.tables.widen(max_bs, max_num_tokens)
+        if windows := attention_layers.windows_of(self.runner.model):
+            sizes = max(max_bs, max_num_tokens), max_num_tokens
+            self.near = NearBuffers(self.tables.spans, windows, *sizes, self.req_to_token.device)
         if self.slow_fast is not None:
             self.captured_step = CapturedStep(self.slow_fast, max_bs)
 
@@ -224,6 +231,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.padded_to = forward_batch.batch_size
         views = [self.views[span] for span in range(self.tables.spans)]
         there = [self.device_view(span * self.token_to_kv_pool.span, view) for span, view in enumerate(views)]
+        self._fill_near(views)
         if self.captures in (ALTERNATING, RENEWING) or self.alternating is not None:
             assert self.captured_step is not None
             self.captured_step.fill(self.padded_to, self.alternating, views, there)
@@ -239,6 +247,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         self.padded_to = padded_to
         views = [self.views[span] for span in range(self.tables.spans)]
         self.tables.move_on([view for view in views if isinstance(view, TableView)])
+        self._fill_near(views)
         if self.alternating is not None:
             assert self.captured_step is not None
             there = [self.tables.fill(span, view, padded_to) for span, view in enumerate(views)]
@@ -276,6 +285,21 @@ class TritonAttentionBackend(SpanAttentionBackend):
         done.record()
         self.runner.shared_read_done_event = done
 
+    def _fill_near(self, views: Sequence[SpanView]) -> None:
+        """Have captured layers with sliding windows read these views, of all spans."""
+        if self.near is not None:
+            self.most_near = self.near.fill(views, self.padded_to)
+
+    def _near(self, layer: "RadixAttention", span_view: SpanView, there: DeviceView) -> Near:
+        """What a layer with a sliding window reads."""
+        window, span = layer.sliding_window_size, self.span_of(layer.layer_id)
+        if self.padded_to:
+            assert self.near is not None
+            return self.near.near(span, window, len(there.begin), len(there.write), self.most_near)
+        if ("near", window) not in span_view.cache:
+            span_view.cache["near", window] = near(span_view, window, self.req_to_token.device)
+        return span_view.cache["near", window]
+
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:
         return self.device_view(layer_id, span_view).write
 
@@ -294,7 +318,10 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def decode(self, query: torch.Tensor, layer: "RadixAttention", span_view: SpanView) -> torch.Tensor:
         there = self.device_view(layer.layer_id, span_view)
-        if self.captures in (ALTERNATING, RENEWING):
+        first, lengths = there.begin, there.lengths
+        if is_windowed(layer):
+            first, lengths, *_ = self._near(layer, span_view, there)
+        elif self.captures in (ALTERNATING, RENEWING):
             assert self.captured_step is not None
             renews = self.captures == RENEWING
             return self.captured_step.attend(
@@ -303,8 +330,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
         output = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
         # From shapes alone: a captured launch serves any lengths.
         pieces = pick_pieces(layer.tp_k_head_num, self.processors)
-        where = there.table, there.begin, there.lengths
-        paged_decode(query, *self._pool(layer), *where, layer.scaling, pieces, output)
+        paged_decode(query, *self._pool(layer), there.table, first, lengths, layer.scaling, pieces, output)
         return output
 
     def _alternate(
@@ -329,6 +355,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             flashinfer is not None
             and self.stored
             and skipped is None
+            and not is_windowed(layer)
             and flashinfer.takes(query, pool, span_view, there)
         ):
             flashinfer.attend(
@@ -340,12 +367,16 @@ class TritonAttentionBackend(SpanAttentionBackend):
         elif self.narrow:
             # Not from the pool: a row whose keys it has already writes them to the dummy slot.
             new = narrowed(new[0], pool[0].dtype), narrowed(new[1], pool[1].dtype)
+        begin, most_prefix, longest, reach = there.begin, there.most_prefix, self.longest, None
         prefixes = there.prefixes if skipped is None else self._prefixes(span_view, skipped)
-        segments, most_new, most_prefix, usual_new = len(prefixes), there.most_new, there.most_prefix, None
+        if is_windowed(layer):
+            _, _, begin, prefixes, reach, most_prefix = self._near(layer, span_view, there)
+            longest = min(longest, layer.sliding_window_size)
+        segments, most_new, usual_new = len(prefixes), there.most_new, None
         if self.captures == SEVERAL:
             # From shapes alone: a captured launch serves any requests of so many rows.
             segments, most_new = -(-segments // FEWEST_NEW), min(segments, MOST_NEW)
-            most_prefix, usual_new = self.longest, min(most_new, USUAL_NEW)
+            most_prefix, usual_new = longest, min(most_new, USUAL_NEW)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         widths = layer.qk_head_dim, layer.v_head_dim
         tiles = tiles_of(usual_new or most_new, group, *widths, query.element_size())
@@ -355,7 +386,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             *new,
             *pool,
             there.table,
-            there.begin,
+            begin,
             prefixes,
             there.bounds,
             most_new,
@@ -363,6 +394,7 @@ class TritonAttentionBackend(SpanAttentionBackend):
             pick_splits(programs, most_prefix, self.processors),
             output,
             usual_new,
+            reach,
         )
 
     def _prefixes(self, span_view: SpanView, skipped: np.ndarray) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 from fathom.runtime.kv.device_view import DeviceView
 from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.kv.view import SpanView
+from fathom.runtime.sglang_host.attention import attention_layers
+from fathom.runtime.sglang_host.attention.attention_layers import is_windowed
 from fathom.runtime.sglang_host.attention.cpu_attention import CpuAttentionBackend
 from fathom.runtime.sglang_host.attention.span_attention import SpanAttentionBackend
 from fathom.runtime.sglang_host.attention.triton_attention import MOST_NEW, TritonAttentionBackend
@@ -72,7 +74,8 @@ class DraftReads(SpanAttentionBackend):
         return super().forward_extend(q, k, v, layer, *args, **kw)
 
     def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
-        if self.captured is not None:
+        # A layer with a window does not look at all of a prompt: it cannot say what is worth keeping.
+        if self.captured is not None and not is_windowed(layer):
             rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[self.captured.rows]
             self.captured.queries.setdefault(layer.layer_id, []).append(rows.clone())
             self.captured.scale = layer.scaling
@@ -87,9 +90,11 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
 
     Attributes:
         queries: [layers, rows, heads, head_dim], of the rows of a captured step that keeps them.
+        windowed: layers that keep none.
     """
 
     queries: torch.Tensor
+    windowed: frozenset[int] = frozenset()
     several = True
     scale = 1.0
     read_done: Any = None
@@ -109,6 +114,7 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.windowed = attention_layers.windowed(self.runner.model)
         config = self.runner.model_config
         heads, _ = devices.heads_of(config, self.runner.ps.tp_size)
         shape = self.token_to_kv_pool.layer_num, max_bs, heads, config.head_dim
@@ -127,9 +133,10 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
             self.read(ListView(SlotLists([]), [], [], []), None)
         self.padded_to = forward_batch.batch_size
         self.device_view(0, self.view)
+        self._fill_near([self.view])
 
     def _capture(self, q: torch.Tensor, layer: "RadixAttention") -> None:
-        if self.captures == LOOKING:
+        if self.captures == LOOKING and not is_windowed(layer):
             kept = self.queries[layer.layer_id, : len(q)]
             kept.copy_(q.reshape(kept.shape))
             self.scale = layer.scaling
@@ -139,5 +146,7 @@ class TritonDraftBackend(DraftReads, TritonAttentionBackend):
         """Copy the queries of the rows that a replayed step was for to where they were asked for."""
         if self.captured is not None:
             for layer, own in enumerate(self.queries[:, :rows].clone()):
+                if layer in self.windowed:
+                    continue
                 self.captured.queries.setdefault(layer, []).append(own)
             self.captured.scale = self.scale

@@ -23,7 +23,7 @@ from fathom.runtime.kv.lists import ListView, SlotLists
 from fathom.runtime.sglang_host.draft.draft_attention import Captured, DraftReads, TritonDraftBackend
 from fathom.runtime.sglang_host.draft.draft_graphs import DraftGraphRunner
 from fathom.runtime.sglang_host.machine import devices
-from fathom.runtime.sglang_host.models import rope_scaling, split_prefill
+from fathom.runtime.sglang_host.models import rope_scaling, split_prefill, windows
 from fathom.runtime.sglang_host.step import passes
 from fathom.runtime.sglang_host.step.decode_graphs import DecodeGraphRunner
 from fathom.runtime.staging import send
@@ -63,6 +63,7 @@ class DraftWorker(TpModelWorker):
         runner, target = self.model_runner, self.target.model_runner
         split_prefill.distrust(runner.model)
         rope_scaling.settle(runner.model, self.model_config)
+        windows.settle(runner.model, self.model_config)
         runner.req_to_token_pool = target.req_to_token_pool
         runner.token_to_kv_pool_allocator = target.token_to_kv_pool_allocator
         runner.max_running_requests = target.max_running_requests

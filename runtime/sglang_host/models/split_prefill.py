@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-GIVEN = ("positions", "hidden_states", "forward_batch")
-"""What every layer is given."""
+PASSED_ON = ("residual", "kv_states")
+"""What layers that are given it return too, in the order of their parameters."""
 
 
 class _Reached(Exception):
@@ -37,7 +37,8 @@ class SplitPrefill:
 
     Args:
         model: SGLang's model; ``model.model.layers`` is run in order by its forward, each layer called with
-            ``hidden_states``, and with as much more as it returns: a ``residual``, and what nobody uses.
+            ``hidden_states``, with as much more as it returns, a ``residual`` and what nobody uses, and with what
+            the forward makes of the rows' positions.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -67,7 +68,7 @@ class SplitPrefill:
 
     def _step(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
-        more = [name for name in signature.parameters if name not in GIVEN]
+        more = [name for name in signature.parameters if name in PASSED_ON]
         has_residual = "residual" in more
 
         def step(*args: Any, **kwargs: Any) -> Any:

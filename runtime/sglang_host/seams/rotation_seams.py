@@ -1,6 +1,15 @@
-"""The seams of rotations: tables that are another model's are put right when a model is loaded."""
+"""The seams of rotations and windows: those that are another model's are put right when a model is loaded."""
 
-from fathom.runtime.sglang_host.seams.seam import SCHEDULER, Seam, reads_attributes, reads_global, relies_on
+import inspect
+
+from fathom.runtime.sglang_host.seams.seam import (
+    SCHEDULER,
+    SERVER,
+    Seam,
+    reads_attributes,
+    reads_global,
+    relies_on,
+)
 
 _WHY = "is put right behind the positions that a model was scaled for"
 
@@ -52,6 +61,20 @@ ROTATION_SEAMS: tuple[Seam, ...] = (
         "the table of rotations that are not scaled, for all positions that there may be",
         "needed_max_pos",
         reads_attributes("cos_sin_cache"),
+    ),
+    relies_on(
+        f"{SERVER} {SCHEDULER}",
+        "configs.olmo3:Olmo3Config.__init__",
+        "replace",
+        "is told of rotations in the words that it knows",
+        check=lambda f: {"rope_theta", "rope_scaling"} <= set(inspect.signature(f).parameters),
+    ),
+    relies_on(
+        SCHEDULER,
+        "layers.radix_attention:RadixAttention.__init__",
+        "read",
+        "how many earlier positions a layer's tokens see, -1 for all, in a number that is put right",
+        check=lambda f: "sliding_window_size" in inspect.signature(f).parameters,
     ),
     *(
         relies_on(

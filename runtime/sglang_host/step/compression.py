@@ -6,7 +6,7 @@ runs; after the forward they take the place of the request's pages.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,7 @@ class Job:
         final: whether this step completes the prompt.
         policy: ranks the entries; None where all are kept.
         compacted: spans in which entries are dropped.
+        windowed: layers with a sliding window.
         window_rows: rows of the packed query that are window tokens, in the layers that run now.
         selected: positions that go on above the selection layer, once that is known.
         slots: by span, where the entries of the prompt are.
@@ -83,6 +84,7 @@ class Job:
     seed: int
     policy: RetentionPolicy | None
     compacted: range
+    windowed: frozenset[int] = frozenset()
     window_rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     selected: np.ndarray | None = None
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -102,11 +104,22 @@ class Job:
         assert self.selected is not None
         return self.selected
 
+    def selects(self, layer: int) -> bool:
+        """Whether it is this layer's attention that decides which tokens go on above the selection layer: the last
+        one below it that sees the whole prompt.
+        """
+        step = self.work.plan.propagation
+        return step is not None and layer == judging_layer(step.layer, self.windowed)
+
     def scored(self, layer: int, span: int) -> bool:
         """Whether the window's attention is needed at a layer."""
-        step = self.work.plan.propagation
         ranked = self.policy is not None and self.policy.needs_saliency and layer // span in self.compacted
-        return ranked or (step is not None and layer == step.layer - 1)
+        return (ranked and layer not in self.windowed) or self.selects(layer)
+
+
+def judging_layer(tsp_layer: int, windowed: Collection[int]) -> int:
+    """The layer whose attention selects what ``tsp_layer`` and those above it see; -1 where there is none."""
+    return max((layer for layer in range(tsp_layer) if layer not in windowed), default=-1)
 
 
 class CompressionStep:
@@ -119,11 +132,13 @@ class CompressionStep:
         requests: Sequence["Req"],
         span: int,
         entered: Callable[["Req"], np.ndarray | None] = lambda _: None,
+        windowed: frozenset[int] = frozenset(),
     ) -> None:
         """
         Args:
             span: layers per span.
             entered: positions of a request's prompt that enter the model, ascending; None for all.
+            windowed: layers with a sliding window: they keep the last entries, and judge no others.
         """
         self.side, self.memory, self.span = side, side.memory, span
         self.jobs: dict[int, Job] = {}
@@ -144,6 +159,7 @@ class CompressionStep:
                 request.sampling_params.sampling_seed or 0,
                 load_policy(rule.policy) if compacted and rule is not None else None,
                 compacted,
+                windowed,
             )
             if final:
                 job.present_in, job.kept_in = self.counts(job)
@@ -254,10 +270,9 @@ class CompressionStep:
             mean = self._window_mean(job, layer, query, keys, scale) if job.scored(layer, self.span) else None
             kept = None
             if job.final:
-                step = job.work.plan.propagation
-                if step is not None and layer == step.layer - 1:
+                if job.selects(layer):
                     assert mean is not None
-                    self._select(job, step, mean)
+                    self._select(job, mean)
                 if layer // self.span in job.compacted:
                     kept = self._retained(job, layer, mean, keys)
             job.scoring_seconds += time.perf_counter() - began
@@ -292,13 +307,16 @@ class CompressionStep:
             job.slots[span] = send(slots.astype(np.int64), device)
         return job.slots[span]
 
-    def _select(self, job: Job, step: Step, mean: torch.Tensor) -> None:
+    def _select(self, job: Job, mean: torch.Tensor) -> None:
+        step = job.work.plan.propagation
+        assert step is not None
         sizes = self._sizes(job, len(job.entered))
         saliency = devices.mean(pool_saliency(mean, sizes.ranked, 1, FastKVConfig.pool))
         anchored = job.work.plan.anchored_above(step.layer)
         forced = torch.zeros(1, dtype=torch.int64) if anchored else None
         kept = propagated_tokens(saliency, sizes, step.rate, forced)
         job.selected = job.entered[kept.cpu().numpy()]
+        self.memory.choose(job.row, step.layer // self.span, job.selected)
 
     def _retained(self, job: Job, layer: int, mean: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
         """[kv_heads, kept] indices, into what is present at a layer, of the entries that stay."""
@@ -306,6 +324,9 @@ class CompressionStep:
         assert rule is not None and job.policy is not None
         present = job.present(layer)
         sizes = self._sizes(job, len(present))
+        if layer in job.windowed:
+            last = torch.arange(len(present) - job.kept_in[layer // self.span], len(present))
+            return send(last, keys.device).expand(keys.shape[1], -1)
         saliency = None
         if mean is not None and job.policy.needs_saliency:
             saliency = pool_saliency(mean, sizes.ranked, keys.shape[1], rule.pool)

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from fathom.runtime import staircase
+from fathom.runtime.kv.places import Places
 from fathom.runtime.plan import SCORED
 from fathom.runtime.sglang_host.draft.draft_side import DraftSide
 from fathom.runtime.sglang_host.draft.speculation import Proposal
@@ -70,6 +71,7 @@ class KeptForward(SpanForward):
         split = min(max(len(enters) - chunk, 0), max(len(kept) - work.plan.window, 0))
         self.before[index], self.entering[index] = enters[:split], enters[split:]
         row = request.kv.req_pool_idx
+        self.memory.choose(row, 0, kept)
         for span in self.memory.tables.lengths(row):
             step = work.plan.step_of_span(span)
             if step is not None and step.kind == SCORED and step.layer == 0:
@@ -124,10 +126,11 @@ class KeptForward(SpanForward):
         upper = next((step.layer for step in plan.steps if step.layer > 0), plan.layers)
         positions = self.before[index][begin:end]
         row = request.kv.req_pool_idx
+        places = Places(self.before[index][:end], self.works[index].prompt_tokens)
         self.backend.set_batch(self.plain)
         for level in range(upper // span):
             slots = self.memory.tables.slots(row, level, 0, end)
-            self.backend.views[level] = passes.segments([slots], [end - begin])
+            self.backend.views[level] = passes.segments([slots], [end - begin], [places])
         tokens = tokens_at(request, positions)
         last = np.array([len(positions) - 1])
         batch = passes.prepare(self.runner, tokens, positions, last, adapters=[request.lora_id])

@@ -9,6 +9,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from fathom.runtime.kv.places import Places
 from fathom.runtime.kv.view import SpanView
 from fathom.runtime.sglang_host.layers import lora
 from fathom.runtime.sglang_host.models import split_prefill
@@ -22,13 +23,19 @@ FEWEST_ENDED = 32
 """Rows that leave a layer earlier, at least, for the layer's second pass over the others to pay."""
 
 
-def segments(slots: Sequence[np.ndarray], rows: Sequence[int]) -> SpanView:
-    """The view in which segment i reads ``slots[i]`` and computes, and writes, its last ``rows[i]`` entries."""
+def segments(
+    slots: Sequence[np.ndarray], rows: Sequence[int], places: Sequence[Places] | None = None
+) -> SpanView:
+    """The view in which segment i reads ``slots[i]`` and computes, and writes, its last ``rows[i]`` entries.
+
+    Args:
+        places: where each segment's entries are; None for the positions from 0 on.
+    """
     entry = np.concatenate([[0], np.cumsum([len(part) for part in slots])]).astype(np.int64)
     query = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
     write = [part[len(part) - count :] for part, count in zip(slots, rows, strict=True)]
     look_up = np.concatenate(slots).astype(np.int32).__getitem__
-    return SpanView(look_up, entry, query, np.concatenate(write).astype(np.int64))
+    return SpanView(look_up, entry, query, np.concatenate(write).astype(np.int64), places)
 
 
 def prepare(

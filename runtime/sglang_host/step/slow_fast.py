@@ -71,7 +71,7 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
     """Why this model or machine cannot decode slow and fast; "" where it can."""
     reasons = {
         "KV is not in depth pages on this machine": not depth_pages,
-        "the model has sliding-window layers": bool(attention_layers.window_of(runner)),
+        "the model has sliding windows in all its layers": not attention_layers.has_whole_layer(runner.model),
         "no tokenizer is loaded": tokenizer is None,
         "streaming sessions are on": get_serving().enable_streaming_session,
         "the model is spread over pipeline stages": ps.pp_size > 1,
@@ -112,6 +112,7 @@ def build(runner: "ModelRunner", tokenizer: Any) -> SlowFast:
         memory=gpu_bytes(runner),
         devices=runner.ps.tp_size,
         query_dtype=config.dtype,
+        windowed=attention_layers.windowed(runner.model),
     )
     vocabulary = config.vocab_size
     ids = trigger_ids(getattr(tokenizer, "backend_tokenizer", tokenizer))

@@ -1,0 +1,57 @@
+"""Models some of whose layers look back over a window of positions only."""
+
+import pytest
+from conftest import save_random_model
+from greedy import body_of
+from interpreted import FLAGS, SERVED, check_all
+from noisy import draft_flags, noisy_copy
+
+S, F = "sliding_attention", "full_attention"
+KINDS = {"judged right below the selection": (S, F, S, F), "judged further down": (F, S, S, F)}
+
+
+def windowed(folder, kinds, window=16, **changes):
+    """A small random OLMo 3."""
+    folder.mkdir()
+    shape = {"layer_types": list(kinds), "num_hidden_layers": len(kinds), "num_key_value_heads": 4}
+    return save_random_model(folder, "Olmo3", head_dim=16, sliding_window=window, **shape | changes)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_every_mechanism(start_server, tmp_path, triggers, kinds):
+    """Its draft has windows too, and judges prompts by the layers without."""
+    target = windowed(tmp_path / "target", KINDS[kinds])
+    draft = noisy_copy(target, tmp_path / "draft", 0.02)
+    server = start_server(target, *SERVED, *draft_flags(draft))
+    check_all(server, target, draft, triggers)
+
+
+def test_on_a_gpu_in_name_only(start_nominal, tmp_path, triggers):
+    """In steps that are captured and replayed, and others."""
+    target = windowed(tmp_path / "target", KINDS["judged further down"])
+    draft = noisy_copy(target, tmp_path / "draft", 0.02)
+    server = start_nominal(target, draft, *FLAGS, "--cuda-graph-bs-decode", "1", "4")
+    check_all(server, target, draft, triggers)
+    assert server.engine()["replayed_steps"]["dense"] > 0
+
+
+def test_what_needs_a_layer_that_sees_everything(start_server, tmp_path):
+    """Selections do: of prompts by a draft, of tokens that go on, of entries that fast steps read."""
+    model = windowed(tmp_path / "model", (S, S, S, S))
+    server = start_server(model, *SERVED, *draft_flags(model))
+    assert server.engine()["lacking"] == {
+        "SpecPrefill": "the draft model has sliding windows in all its layers",
+        "SFI": "the model has sliding windows in all its layers",
+        "FastKV": "all layers below --tsp-layer 2 have sliding windows",
+    }
+    prompt = list(range(6, 150))
+
+    def ask(policy):
+        return server.client.post("/generate", json=body_of(prompt, policy, 12))
+
+    for policy in ({"prefill_keep_rate": 0.5}, {"decode": "slow_fast"}, {"tsp_rate": 0.5}):
+        assert ask(policy).status_code == 400
+    drafted, dense = ask({"speculative": True}).json(), ask({}).json()
+    assert drafted["output_ids"] == dense["output_ids"]
+    assert drafted["meta_info"]["fathom"]["draft_tokens"] > 0
+    assert ask({"depth_cutoff": 2}).json()["meta_info"]["fathom"]["depth_cutoff"] == 2
