@@ -48,13 +48,17 @@ GLM_EXPERTS = {
 }
 GLM_SEES = BLOCKS | {"out_hidden_size": 128, "image_size": 28, "patch_size": 14}
 
+SIGLIP = {"model_type": "siglip_vision_model", **PATCHES}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+
 FAMILIES = {
+    "Gemma3": ({"query_pre_attn_scalar": 32} | WINDOWS, SIGLIP),
     "Glm4v": (GLM, GLM_SEES),
     "Glm4vMoe": (GLM | GLM_EXPERTS, GLM_SEES),
     "InternVL": ({"model_type": "qwen3"}, PATCHES | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "Llava": ({"model_type": "llama"}, CLIP),
     "LlavaNext": ({"model_type": "mistral"}, CLIP),
-    "LlavaOnevision": ({"model_type": "qwen2"}, {"model_type": "siglip_vision_model", **PATCHES}),
+    "LlavaOnevision": ({"model_type": "qwen2"}, SIGLIP),
     "Mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral", **PATCHES}),
     "Qwen2VL": (WIDE, {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 128}),
     "Qwen2_5_VL": (WIDE, BLOCKS | {"out_hidden_size": 128}),

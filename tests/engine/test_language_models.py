@@ -166,6 +166,21 @@ def test_overrides_are_of_the_language_model(tmp_path, wrapped):
     assert other.max_position_embeddings == 256 < own.max_position_embeddings
 
 
+def test_gemma_3_as_it_was_published(tmp_path):
+    """Before Transformers 5: its scaling is that of layers without windows, and every sixth layer is one."""
+    save(tmp_path, "Gemma3", num_hidden_layers=7, layer_types=None)
+    inner = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    inner |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 6}
+    told(
+        tmp_path, text_config={k: v for k, v in inner.items() if k not in ("rope_parameters", "layer_types")}
+    )
+    config = config_of(tmp_path).hf_config
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    kinds = config.rope_parameters
+    assert kinds["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+    assert kinds["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
 def told(folder, **changes):
     """The folder, whose config.json says this too; what is None, it leaves out."""
     file = folder / "config.json"
@@ -324,8 +339,8 @@ GEMMA = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "h
 @pytest.mark.parametrize(
     ("family", "kind", "why"),
     [
-        ("Gemma3", "gemma3_text", "does not take Gemma3ForConditionalGeneration; it takes Glm4v.*Qwen3VLMoe"),
-        ("Llava", "gemma", "does not take Llava.* of type gemma; it takes glm4v_text, .*qwen3_vl_moe_text"),
+        ("PaliGemma", "gemma", "does not take PaliGemmaForConditionalGeneration; it takes .*Qwen3VLMoe"),
+        ("Llava", "gemma", "does not take Llava.* of type gemma; it takes .*qwen3_vl_moe_text"),
     ],
 )
 def test_what_has_no_language_model_of_ours_is_refused(tmp_path, family, kind, why):

@@ -34,6 +34,20 @@ def configuration(tmp_path, monkeypatch):
     return read
 
 
+@pytest.mark.parametrize("scaling", [{}, YARN])
+def test_olmo_3_in_the_words_of_transformers_5(configuration, monkeypatch, scaling):
+    """SGLang's class for its configuration would have another base, or end the engine where it is scaled."""
+    monkeypatch.setattr(rope_overrides.Olmo3Config, "__init__", rope_overrides.init_olmo3)
+    kind = scaling or {"rope_type": "default"}
+    told = [
+        configuration("Olmo3", {"rope_parameters": {"rope_theta": 500000.0} | kind}, {}),
+        configuration("Olmo3", {"rope_theta": 500000.0, "rope_scaling": scaling or None}, {}),
+    ]
+    new, old = (get_rope_config(config.hf_config) for config in told)
+    assert new == old and new[0] == 500000.0
+    assert (new[1] or {}).get("factor") == scaling.get("factor")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

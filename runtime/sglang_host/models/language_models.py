@@ -29,6 +29,7 @@ GLM4, GLM4_MOE = ("glm4", "Glm4ForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
 QWEN2, QWEN3 = ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")
 QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
 LANGUAGE_MODELS: dict[str, Kind] = {
+    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4v_text": GLM4,
     "glm4v_moe_text": GLM4_MOE,
     "llama": ("llama", "LlamaForCausalLM"),
@@ -44,6 +45,7 @@ LANGUAGE_MODELS: dict[str, Kind] = {
 }
 """By the type of the part of a checkpoint's configuration that is its language model's."""
 ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "InternVLChatModel",
@@ -85,6 +87,7 @@ _init = model_config.ModelConfig.__init__
 def install() -> None:
     """Let SGLang read models' configurations by way of :func:`get_config`. Before it reads the first."""
     model_config.get_config = get_config
+    rope_overrides.Olmo3Config.__init__ = rope_overrides.init_olmo3
     model_config.ModelConfig.__init__ = init
     known = dict.fromkeys((*ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES, *SERVED))
     ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES = tuple(known)

@@ -7,14 +7,17 @@ is read by nobody. Here an override does what the same words do in the model's `
 overridden stays the model's own.
 
 How much scaled rotations change the size of queries and keys has names in SGLang that are not Transformers', which
-it passes over: answers are fluent, and another model's.
+it passes over: answers are fluent, and another model's. So they are where an OLMo 3 has its positions in that one
+dictionary: SGLang has a class of its own for its configuration, which knows the older words alone.
 """
 
 import math
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 from sglang.srt.configs import model_config
+from sglang.srt.configs.olmo3 import Olmo3Config
 from transformers import PretrainedConfig
 
 from fathom.runtime.sglang_host.engine_args import text_of
@@ -27,6 +30,18 @@ BY_POSITION, SHORT = "llama_4_scaling_beta", "original_max_position_embeddings"
 """How much queries grow with each so many positions, a number that SGLang looks for beside ``rope_parameters``."""
 
 _get_config = model_config.get_config
+_init_olmo3 = Olmo3Config.__init__
+
+
+@wraps(_init_olmo3)
+def init_olmo3(self: Any, *args: Any, rope_parameters: dict[str, Any] | None = None, **options: Any) -> None:
+    """SGLang's method of this name, told in the words that it knows."""
+    if rope_parameters:
+        scaling = dict(rope_parameters)
+        if (base := scaling.pop("rope_theta", None)) is not None:
+            options["rope_theta"] = base
+        options[SCALING] = scaling if kind_of(scaling) not in (None, "default") else None
+    _init_olmo3(self, *args, **options)
 
 
 def get_config(*args: Any, model_override_args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
