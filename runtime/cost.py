@@ -4,7 +4,7 @@ Arithmetic on token counts; nothing here runs or imports the engine. Sources: SP
 (Eq. 1-4) and appendix D; SpecPrefill, appendix E (Table 5). FLOPs and bytes are scaling laws, not times: launches,
 caches and kernels decide how much of a ratio is seen. Tuples over layers are in order, element 0 being layer 1.
 
-Not modelled: sliding-window layers, latent attention, prompts with a cached prefix, drafting (it changes the number
+Not modelled: latent attention, prompts with a cached prefix, drafting (it changes the number
 of steps, not what one of them reads).
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from fathom.runtime import quantization
 from fathom.runtime.config import Policy
+from fathom.runtime.windows import pairs, seen, windows_of
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element by the dtype's name in a model's config."""
@@ -42,6 +43,7 @@ class ModelShape:
         kv_itemsize, weight_itemsize: of one KV element and of one weight.
         layer_bits: of one weight of the layers' matrices where those are quantized, or None.
         experts, experts_per_token: of each layer; 1 where the MLP is one for all tokens.
+        windows: [layers] positions that a token sees at each layer, 0 for all; empty where all layers see all.
     """
 
     layers: int
@@ -56,6 +58,7 @@ class ModelShape:
     experts: int = 1
     experts_per_token: int = 1
     layer_bits: float | None = None
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -84,7 +87,12 @@ class ModelShape:
             experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
             layer_bits=quantization.layer_bits(config),
+            windows=windows_of(config),
         )
+
+    def window(self, layer: int) -> int:
+        """Positions that a token sees at a layer (counted from 0); 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def layer_weights(self) -> int:
@@ -178,13 +186,21 @@ class CostPlan:
         """[layers] entries per KV head once ``generated`` tokens have been decoded (SPEED, Eq. 3)."""
         return tuple(kept + generated for kept in self.retained)
 
-    def read(self, generated: int) -> tuple[float, ...]:
-        """[layers] entries per KV head that a decode step reads on average, its own token among ``generated``."""
-        held = self.held(generated)
-        if self.budget is None:
-            return held
-        fast = 1 - self.slow_share
-        return tuple(self.slow_share * n + fast * min(n, self.budget) for n in held)
+    def read(self, generated: int, shape: ModelShape | None = None) -> tuple[float, ...]:
+        """[layers] entries per KV head that a decode step reads on average, its own token among ``generated``.
+
+        Args:
+            shape: whose layers may have sliding windows.
+        """
+        read: list[float] = [*self.held(generated)]
+        if (budget := self.budget) is not None:
+            fast = 1 - self.slow_share
+            read = [self.slow_share * n + fast * min(n, budget) for n in read]
+        for layer in range(len(read)):
+            if shape is not None and (window := shape.window(layer)):
+                share = self.computed[layer] / self.prompt
+                read[layer] = seen(window, share, self.retained[layer], generated)
+        return tuple(read)
 
 
 @dataclass(frozen=True)
@@ -384,8 +400,9 @@ def prefill_flops(shape: ModelShape, plan: CostPlan, counting: Counting = CAUSAL
     for layer, (tokens, above) in enumerate(itertools.pairwise((*plan.computed, 1)), 1):
         whole = above if counting.ends and layer != plan.scored else tokens
         # Those that are computed whole are the last ones.
-        pairs = whole * (tokens - (whole - 1) / 2) if counting.causal else whole * tokens
-        layers += _layer_flops(shape, whole, pairs, counting) + 2 * shape.qkv_weights * (tokens - whole)
+        sight = shape.window(layer - 1) * tokens / plan.prompt or tokens
+        met = pairs(sight, tokens, whole) if counting.causal else whole * min(sight, tokens)
+        layers += _layer_flops(shape, whole, met, counting) + 2 * shape.qkv_weights * (tokens - whole)
     return layers + 2 * shape.head_weights * (plan.computed[0] if counting.head_on_prompt else 1)
 
 
@@ -398,7 +415,7 @@ def draft_flops(plan: CostPlan, counting: Counting = CAUSAL) -> float:
 
 def decode_flops(shape: ModelShape, plan: CostPlan, generated: int, counting: Counting = CAUSAL) -> float:
     """FLOPs of the decode step that computes the ``generated``-th token after the prompt."""
-    layers = sum(_layer_flops(shape, 1, entries, counting) for entries in plan.read(generated))
+    layers = sum(_layer_flops(shape, 1, entries, counting) for entries in plan.read(generated, shape))
     return layers + 2 * shape.head_weights
 
 
@@ -409,7 +426,8 @@ def kv_bytes(shape: ModelShape, plan: CostPlan, generated: int = 0) -> int:
 
 def packed_bytes(shape: ModelShape, plan: CostPlan) -> int:
     """Bytes of the copy that fast decode steps read, beside :func:`kv_bytes`."""
-    return shape.kv_entry_bytes * len(plan.computed) * plan.packed
+    copied = sum(not shape.window(layer) for layer in range(len(plan.computed)))
+    return shape.kv_entry_bytes * copied * plan.packed
 
 
 def depth_pages(entries: Sequence[int], span: int, page_size: int) -> tuple[int, ...]:
@@ -440,7 +458,8 @@ class StepBytes:
 
 def decode_bytes(shape: ModelShape, plan: CostPlan, generated: int, batch: int = 1) -> StepBytes:
     """Bytes read by the step that computes the ``generated``-th token of ``batch`` requests of this plan."""
-    return StepBytes(shape.step_weight_bytes(batch), batch * shape.kv_entry_bytes * sum(plan.read(generated)))
+    read = sum(plan.read(generated, shape))
+    return StepBytes(shape.step_weight_bytes(batch), batch * shape.kv_entry_bytes * read)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,9 @@ def read_config(model: str) -> tuple[cost.ModelShape, dict[str, Any]]:
         if beside.exists() and not quantization.told(content):
             content["quantization_config"] = json.loads(beside.read_text())["quantization"]
         shape = cost.ModelShape.from_config(content)
-        sizes = {name: value for name, value in asdict(shape).items() if name != "layer_bits"}
+        sizes = {
+            name: value for name, value in asdict(shape).items() if name not in ("layer_bits", "windows")
+        }
         if odd := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
             raise ValueError(f"the model's {odd[0]} is no positive integer")
         if shape.layer_bits is not None and not 1 <= shape.layer_bits <= 32:
@@ -208,10 +210,14 @@ def case_of(options: argparse.Namespace) -> Case:
         notes.append(
             f"The model's context is {context:,} tokens: a server would refuse this prompt and answer."
         )
-    if window := _window(content):
+    if (window := _window(content)) and not shape.windows:
         notes.append(
-            f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token: they read "
-            "less, and have no copy for fast steps."
+            f"Layers with a sliding window of {window:,} tokens are counted as if they saw every token."
+        )
+    elif any(shape.windows):
+        notes.append(
+            f"Layers with a sliding window ({sum(map(bool, shape.windows))} of {shape.layers}): a token sees the "
+            f"last {max(shape.windows):,} positions. KV that no window reaches any more is held all the same."
         )
     if seen := [name for part, name in SENSES.items() if content.get(part)]:
         notes.append(

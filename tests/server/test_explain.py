@@ -146,6 +146,23 @@ def test_sliding_windows_are_said_not_to_be_counted(figures, model, changes, tol
     assert any("sliding window of 1,024 tokens" in note for note in notes) == told
 
 
+def test_sliding_windows_that_the_engine_knows_are_counted(figures, model):
+    """Of Gemma 3: half of the layers read 64 entries where they would read 3,000."""
+    half = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+    found = []
+    for changes in ({}, half):
+        (model / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma3_text"} | changes))
+        found.append(
+            figures("--prompt-tokens", 3000, "--policy", '{"decode": "slow_fast"}', "--output-tokens", 2)
+        )
+    whole, part = (each["costs"]["dense"] for each in found)
+    assert part["step_kv_bytes"] / whole["step_kv_bytes"] == pytest.approx((3001 + 64) / (2 * 3001))
+    assert part["kv_bytes"] == whole["kv_bytes"] and part["target_flops"] < whole["target_flops"]
+    copied = [each["costs"]["policy"]["compact_bytes"] for each in found]
+    assert copied[1] == copied[0] / 2 > 0
+    assert any("(2 of 4): a token sees the last 64 positions" in note for note in found[1]["notes"])
+
+
 @pytest.mark.parametrize(
     ("parts", "told"),
     [
