@@ -2,11 +2,18 @@
 
 import pytest
 from conftest import save_random_model
-from greedy import body_of
-from interpreted import FLAGS, SERVED, check_all
+from greedy import ask, body_of
+from interpreted import FLAGS, LOOKAHEAD, SERVED, Oracle, check_all, prompt_of
 from noisy import draft_flags, noisy_copy
 
 S, F = "sliding_attention", "full_attention"
+LONG = {
+    "prefill_keep_rate": 0.8,
+    "min_prompt_tokens": 64,
+    "lookahead": LOOKAHEAD,
+    "kv_retention_rate": 0.3,
+    "depth_cutoff": 3,
+}
 KINDS = {"judged right below the selection": (S, F, S, F), "judged further down": (F, S, S, F)}
 
 
@@ -24,6 +31,17 @@ def test_every_mechanism(start_server, tmp_path, triggers, kinds):
     draft = noisy_copy(target, tmp_path / "draft", 0.02)
     server = start_server(target, *SERVED, *draft_flags(draft))
     check_all(server, target, draft, triggers)
+    # More tokens enter than a step computes; and once more, of which the prefix cache has some.
+    expected, prompt = Oracle(target, draft, triggers), prompt_of("long", 300)
+    for policy in (
+        LONG,
+        {"tsp_rate": 0.4},
+        LONG | {"decode": "slow_fast"},
+        {"kv_retention_rate": 0.3},
+        {},
+        LONG,
+    ):
+        expected.compare(prompt, policy, ask(server, prompt, policy, 12), 12)
 
 
 def test_on_a_gpu_in_name_only(start_nominal, tmp_path, triggers):
@@ -46,12 +64,12 @@ def test_what_needs_a_layer_that_sees_everything(start_server, tmp_path):
     }
     prompt = list(range(6, 150))
 
-    def ask(policy):
+    def reply(policy):
         return server.client.post("/generate", json=body_of(prompt, policy, 12))
 
     for policy in ({"prefill_keep_rate": 0.5}, {"decode": "slow_fast"}, {"tsp_rate": 0.5}):
-        assert ask(policy).status_code == 400
-    drafted, dense = ask({"speculative": True}).json(), ask({}).json()
+        assert reply(policy).status_code == 400
+    drafted, dense = reply({"speculative": True}).json(), reply({}).json()
     assert drafted["output_ids"] == dense["output_ids"]
     assert drafted["meta_info"]["fathom"]["draft_tokens"] > 0
-    assert ask({"depth_cutoff": 2}).json()["meta_info"]["fathom"]["depth_cutoff"] == 2
+    assert reply({"depth_cutoff": 2}).json()["meta_info"]["fathom"]["kept_tokens"] < len(prompt)
