@@ -30,54 +30,62 @@ class Near(NamedTuple):
 
 
 class NearBuffers:
-    """Room for the views of some spans, in one place for as long as it exists: captured launches read it.
+    """Room for the views of all spans, in one place for as long as it exists: captured launches read it.
 
     Attributes:
-        windows: earlier positions that a row sees, of each kind of layer.
+        windows: by span, the earlier positions that a row sees, of each kind of its layers.
     """
 
     def __init__(
-        self, spans: int, windows: Sequence[int], segments: int, rows: int, device: torch.device
+        self, windows: Sequence[Sequence[int]], segments: int, rows: int, device: torch.device
     ) -> None:
         # As in ``DeviceTables``, each list begins at a multiple of 16 bytes.
         segments, rows = (-(-size // 4) * 4 for size in (segments, rows))
-        self.windows, self.device = tuple(windows), device
-        shape = spans, len(self.windows)
-        self._segments = torch.zeros(*shape, 2, segments, dtype=torch.int32, device=device)
-        self._rows = torch.zeros(*shape, 3, rows, dtype=torch.int32, device=device)
+        pairs = [(span, window) for span, own in enumerate(windows) for window in own]
+        self._places, self.device = {pair: place for place, pair in enumerate(pairs)}, device
+        self._segments = torch.zeros(len(pairs), 2, segments, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(len(pairs), 3, rows, dtype=torch.int32, device=device)
 
     def fill(self, views: Sequence[SpanView], padded_to: int = 0) -> int:
-        """Bring the views of the first spans to the device, filled up as ``DeviceTables.fill`` does.
+        """Bring the views of all spans to the device, filled up as ``DeviceTables.fill`` does.
 
         Returns:
             the most entries before a segment's own.
         """
         segments = max(padded_to, *(len(view.query) - 1 for view in views))
         rows = max(padded_to, *(int(view.query[-1]) for view in views))
-        shape = len(views), len(self.windows)
-        of_segments = staged((*shape, 2, segments), torch.int32, self.device).zero_()
-        of_rows = staged((*shape, 3, rows), torch.int32, self.device).zero_()
+        count = len(self._places)
+        of_segments = staged((count, 2, segments), torch.int32, self.device).zero_()
+        of_rows = staged((count, 3, rows), torch.int32, self.device).zero_()
         numbers, numbers_of_rows = of_segments.numpy(), of_rows.numpy()
-        for span, view in enumerate(views):
-            for place, window in enumerate(self.windows):
-                _describe(view, window, numbers[span, place], numbers_of_rows[span, place])
-        self._segments[: len(views), :, :, :segments].copy_(of_segments, non_blocking=True)
-        self._rows[: len(views), :, :, :rows].copy_(of_rows, non_blocking=True)
-        return int(numbers[:, :, 1].max(initial=0))
+        known: dict[tuple[int, int, int], int] = {}
+        for (span, window), place in self._places.items():
+            view = views[span]
+            # Views that are read through the shared map alone are the same in all spans.
+            alike = (
+                place if view.places else known.setdefault((id(view.entry), id(view.query), window), place)
+            )
+            if alike != place:
+                numbers[place], numbers_of_rows[place] = numbers[alike], numbers_of_rows[alike]
+            else:
+                _describe(view, window, numbers[place], numbers_of_rows[place])
+        self._segments[:, :, :segments].copy_(of_segments, non_blocking=True)
+        self._rows[:, :, :rows].copy_(of_rows, non_blocking=True)
+        return int(numbers[:, 1].max(initial=0))
 
     def near(self, span: int, window: int, segments: int, rows: int, most_prefix: int) -> Near:
         """What launches over so many segments and rows are given."""
-        place = self.windows.index(window)
-        first, lengths, reach = self._rows[span, place, :, :rows]
-        begin, prefixes = self._segments[span, place, :, :segments]
+        place = self._places[span, window]
+        first, lengths, reach = self._rows[place, :, :rows]
+        begin, prefixes = self._segments[place, :, :segments]
         return Near(first, lengths, begin, prefixes, reach, most_prefix)
 
 
-def near(view: SpanView, window: int, device: torch.device) -> Near:
+def near(view: SpanView, window: int, device: torch.device, padded_to: int = 0) -> Near:
     """The same of one view, in memory of its own."""
-    segments, rows = len(view.query) - 1, int(view.query[-1])
-    buffers = NearBuffers(1, (window,), segments, rows, device)
-    return buffers.near(0, window, segments, rows, buffers.fill([view]))
+    segments, rows = (max(padded_to, size) for size in (len(view.query) - 1, int(view.query[-1])))
+    buffers = NearBuffers([[window]], segments, rows, device)
+    return buffers.near(0, window, segments, rows, buffers.fill([view], padded_to))
 
 
 def _describe(view: SpanView, window: int, of_segments: np.ndarray, of_rows: np.ndarray) -> None:

@@ -28,6 +28,14 @@ class Places(NamedTuple):
         before = np.searchsorted(self.early, first)
         return own - np.where(first > self.onward, count + first - self.onward, before)
 
+    def reach_of(self, own: int, window: int) -> int:
+        """:meth:`reach` of one row."""
+        count = len(self.early)
+        first = (int(self.early[own]) if own < count else self.onward + own - count) - window
+        if first > self.onward:
+            return own - count - first + self.onward
+        return own - (int(self.early.searchsorted(first)) if count else 0)
+
     def last(self, kept: int, end: int) -> "Places":
         """Those of the last ``kept`` entries before the position ``end``, and of what comes behind them."""
         dropped = len(self.early) + end - self.onward - kept

@@ -107,7 +107,10 @@ class SpanView:
             new = np.diff(self.query)
             own = np.arange(self.query[-1]) + np.repeat(np.diff(self.entry) - self.query[1:], new)
             if not self.places:
-                found = EVERY_POSITION.reach(own, window)
+                found = np.minimum(own, window)
+            elif (new == 1).all():
+                pairs = zip(self.places, own.tolist(), strict=True)
+                found = np.array([places.reach_of(row, window) for places, row in pairs], np.int64)
             else:
                 parts = np.split(own, self.query[1:-1])
                 pairs = zip(self.places, parts, strict=True)

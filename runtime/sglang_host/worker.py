@@ -42,7 +42,7 @@ from fathom.runtime.sglang_host.memory.kv_allocator import DepthAllocator
 from fathom.runtime.sglang_host.memory.kv_pool import LAYOUT, DepthKvPool
 from fathom.runtime.sglang_host.memory.kv_tree import tree_of
 from fathom.runtime.sglang_host.memory.tails import Tail, Tails
-from fathom.runtime.sglang_host.models import language_models, rope_scaling, split_prefill, windows
+from fathom.runtime.sglang_host.models import heads, language_models, rope_scaling, split_prefill, windows
 from fathom.runtime.sglang_host.platform import FathomCpuPlatform, FathomCudaPlatform
 from fathom.runtime.sglang_host.requests import is_judged, policy_of, prompt_tokens, propagation_skipped
 from fathom.runtime.sglang_host.scheduling import kv_schedule
@@ -81,6 +81,7 @@ class FathomWorker(TpModelWorker):
     _draft_seconds: float  # of this step: what the draft took of it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        heads.register()
         if get_disagg().language_model_only:
             language_models.register()
         super().__init__(*args, **kwargs)

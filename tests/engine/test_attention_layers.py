@@ -35,7 +35,7 @@ def test_a_window_is_known_from_the_layers(sizes, told, longest, beside, monkeyp
     else:
         model.layers = torch.nn.ModuleList(layers.values())
     assert attention_layers.window_of(runner(model, told)) == longest
-    config = SimpleNamespace(get_total_num_kv_heads=lambda: 2)
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_text_config=SimpleNamespace())
     given = SimpleNamespace(**vars(runner(model, told)), model_config=config)
     assert attention_layers.windowed(model) == {n for n, each in enumerate(sizes) if each and each > 0}
     reason = slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
@@ -45,12 +45,29 @@ def test_a_window_is_known_from_the_layers(sizes, told, longest, beside, monkeyp
 def test_no_fast_steps_where_no_layer_sees_everything(monkeypatch):
     monkeypatch.setattr(slow_fast, "get_serving", lambda: SimpleNamespace(enable_streaming_session=False))
     model = torch.nn.ModuleList([attention(0, 64), attention(1, 128)])
-    assert not attention_layers.has_whole_layer(model) and attention_layers.windows_of(model) == [64, 128]
-    given = SimpleNamespace(
-        model=model, model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2), sliding_window_size=None
-    )
-    reason = slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
-    assert reason == "the model has sliding windows in all its layers"
+    assert not attention_layers.has_whole_layer(model)
+    assert why_not(model) == "the model has sliding windows in all its layers"
+
+
+def why_not(model, **text):
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: 2, hf_text_config=SimpleNamespace(**text))
+    given = SimpleNamespace(model=model, model_config=config, sliding_window_size=None)
+    return slow_fast.why_not(given, object(), True, SimpleNamespace(pp_size=1, tp_size=1))
+
+
+def test_no_fast_steps_where_a_layers_kv_is_read_more_than_once(monkeypatch):
+    """Its selection would be of whoever was last. Gemma 3n's layers share KV, a looped model's run again."""
+    monkeypatch.setattr(slow_fast, "get_serving", lambda: SimpleNamespace(enable_streaming_session=False))
+    apart, shared = (torch.nn.ModuleList([attention(0), attention(n)]) for n in (1, 0))
+    assert why_not(apart) == why_not(apart, loop_num=1) == ""
+    reason = "the model reads a layer's KV more than once"
+    assert why_not(shared) == why_not(apart, loop_num=2) == reason
+
+
+def test_windows_by_span():
+    layers = [attention(0, 64), attention(1), attention(2), attention(3), attention(4, 128), attention(5, 64)]
+    found = attention_layers.windows_of(torch.nn.ModuleList(layers), 3, lambda layer: layer // 2)
+    assert found == [[64], [], [64, 128]]
 
 
 @pytest.mark.parametrize(("given", "right"), [(64, 63), (63, 63), (-1, -1)])

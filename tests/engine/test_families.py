@@ -35,7 +35,6 @@ FAMILIES = {
     "Cohere2": {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True, **WINDOWS},
     "Gemma3Text": {
         **WINDOWS,
-        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 32,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

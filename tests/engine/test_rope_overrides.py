@@ -87,3 +87,34 @@ def test_other_overrides_are_left_alone(configuration):
     plain, changed = (configuration("Qwen3", own, each) for each in ({}, {"num_hidden_layers": 1}))
     assert changed.num_hidden_layers == 1
     assert get_rope_config(changed.hf_text_config) == get_rope_config(plain.hf_text_config)
+
+
+GEMMA = {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": YARN | {"factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_scaling": YARN},
+        {"rope_scaling": None},
+        {"rope_theta": 40000.0},
+        {"rope_local_base_freq": 20000.0},
+        {"rope_theta": 40000.0, "rope_local_base_freq": 20000.0, "rope_scaling": YARN},
+        {
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 60000.0},
+            }
+        },
+    ],
+    ids=json.dumps,
+)
+def test_gemma_3_has_rotations_by_kind_of_layer(configuration, overrides):
+    """The older words are those of layers that see everything, and of the others' base."""
+    kept = GEMMA if "rope_parameters" not in overrides else {}
+    overridden, written = (
+        configuration("Gemma3Text", *told).hf_text_config.rope_parameters
+        for told in ((GEMMA, overrides), (kept | overrides, {}))
+    )
+    for kind in ("full_attention", "sliding_attention"):
+        assert overridden[kind] == written[kind]

@@ -97,7 +97,7 @@ def launches(monkeypatch):
     # What a step computes and is given lies where SGLang's captured step has it.
     monkeypatch.setattr(triton_attention, "paged_decode", record({0, 8}))
     monkeypatch.setattr(triton_attention, "paged_extend", record({0, 1, 2, 12}))
-    monkeypatch.setattr(attention_layers, "windows_of", lambda _: [WINDOW])
+    monkeypatch.setattr(attention_layers, "windows_of", lambda _, spans, __: [[WINDOW]] * spans)
     return seen
 
 

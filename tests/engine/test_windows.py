@@ -1,12 +1,11 @@
 """Models some of whose layers look back over a window of positions only."""
 
 import pytest
-from conftest import save_random_model
 from greedy import ask, body_of
 from interpreted import FLAGS, LOOKAHEAD, SERVED, Oracle, check_all, prompt_of
 from noisy import draft_flags, noisy_copy
+from windowed import F, S, save_windowed
 
-S, F = "sliding_attention", "full_attention"
 LONG = {
     "prefill_keep_rate": 0.8,
     "min_prompt_tokens": 64,
@@ -17,17 +16,10 @@ LONG = {
 KINDS = {"judged right below the selection": (S, F, S, F), "judged further down": (F, S, S, F)}
 
 
-def windowed(folder, kinds, window=16, **changes):
-    """A small random OLMo 3."""
-    folder.mkdir()
-    shape = {"layer_types": list(kinds), "num_hidden_layers": len(kinds), "num_key_value_heads": 4}
-    return save_random_model(folder, "Olmo3", head_dim=16, sliding_window=window, **shape | changes)
-
-
 @pytest.mark.parametrize("kinds", KINDS)
 def test_every_mechanism(start_server, tmp_path, triggers, kinds):
     """Its draft has windows too, and judges prompts by the layers without."""
-    target = windowed(tmp_path / "target", KINDS[kinds])
+    target = save_windowed(tmp_path / "target", KINDS[kinds])
     draft = noisy_copy(target, tmp_path / "draft", 0.02)
     server = start_server(target, *SERVED, *draft_flags(draft))
     check_all(server, target, draft, triggers)
@@ -46,7 +38,7 @@ def test_every_mechanism(start_server, tmp_path, triggers, kinds):
 
 def test_on_a_gpu_in_name_only(start_nominal, tmp_path, triggers):
     """In steps that are captured and replayed, and others."""
-    target = windowed(tmp_path / "target", KINDS["judged further down"])
+    target = save_windowed(tmp_path / "target", KINDS["judged further down"])
     draft = noisy_copy(target, tmp_path / "draft", 0.02)
     server = start_nominal(target, draft, *FLAGS, "--cuda-graph-bs-decode", "1", "4")
     check_all(server, target, draft, triggers)
@@ -55,7 +47,7 @@ def test_on_a_gpu_in_name_only(start_nominal, tmp_path, triggers):
 
 def test_what_needs_a_layer_that_sees_everything(start_server, tmp_path):
     """Selections do: of prompts by a draft, of tokens that go on, of entries that fast steps read."""
-    model = windowed(tmp_path / "model", (S, S, S, S))
+    model = save_windowed(tmp_path / "model", (S, S, S, S))
     server = start_server(model, *SERVED, *draft_flags(model))
     assert server.engine()["lacking"] == {
         "SpecPrefill": "the draft model has sliding windows in all its layers",

@@ -55,6 +55,9 @@ def test_a_row_sees_the_entries_at_the_last_positions(parts, window):
     view, want = view_of(parts), seen_by(parts, window)
     assert (view.reach(window) + 1).tolist() == [len(seen) for seen in want]
     assert view.reach(-1) is None
+    # A row by itself, as in a decode step.
+    ends = [(places, total, 1) for places, total, _ in parts]
+    assert (view_of(ends).reach(window) + 1).tolist() == [len(seen) for seen in seen_by(ends, window)]
 
 
 @given(
@@ -67,7 +70,8 @@ def test_a_device_reads_what_rows_see(parts, windows, more):
     view = view_of(parts)
     rows, segments = int(view.query[-1]), len(parts)
     padded_to = max(rows, segments, 1) + more
-    buffers = NearBuffers(2, sorted(windows), padded_to, padded_to, torch.device("cpu"))
+    # Of the first span's layers none has a window.
+    buffers = NearBuffers([[], sorted(windows)], padded_to, padded_to, torch.device("cpu"))
     buffers.fill([view_of([(Places(np.zeros(0, np.int64), 0), 9, 2)])] * 2, padded_to)
     most = buffers.fill([view, view], padded_to)
     flat = DeviceTables(1, segments, int(view.entry[-1]), max(rows, 1), "cpu").fill(0, view).table[:, 0]

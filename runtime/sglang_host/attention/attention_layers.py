@@ -1,5 +1,6 @@
 """What the attention layers of a model ask for, whatever SGLang's classes tell of it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +26,18 @@ def windowed(model: torch.nn.Module) -> frozenset[int]:
     return frozenset(each.layer_id for each in layers_of(model) if is_windowed(each))
 
 
-def windows_of(model: torch.nn.Module) -> list[int]:
-    """The sizes of the layers' sliding windows: earlier positions that a token sees, ascending."""
-    return sorted({each.sliding_window_size for each in layers_of(model) if is_windowed(each)})
+def windows_of(model: torch.nn.Module, spans: int, span_of: Callable[[int], int]) -> list[list[int]]:
+    """By span the sizes of its layers' sliding windows: earlier positions that a token sees, ascending."""
+    found: list[set[int]] = [set() for _ in range(spans)]
+    for layer in filter(is_windowed, layers_of(model)):
+        found[span_of(layer.layer_id)].add(layer.sliding_window_size)
+    return [sorted(sizes) for sizes in found]
+
+
+def shares_kv(model: torch.nn.Module) -> bool:
+    """Whether keys and values of a layer are read by other attention layers too."""
+    numbers = [layer.layer_id for layer in layers_of(model)]
+    return len(set(numbers)) < len(numbers)
 
 
 def has_whole_layer(model: torch.nn.Module) -> bool:

@@ -137,7 +137,10 @@ class TritonAttentionBackend(SpanAttentionBackend):
                 query, output = (torch.zeros(new, heads, x.shape[2], **there) for x in pool)
                 keys, values = (torch.zeros(new, kv_heads, x.shape[2], **(there | stored)) for x in pool)
                 bounds = torch.arange(2, dtype=torch.int32, device=query.device) * new
-                paged_extend(query, keys, values, *pool, table, none, none, bounds, new, 1.0, splits, output)
+                rows = query, keys, values, *pool, table, none, none, bounds, new, 1.0, splits, output
+                paged_extend(*rows)
+                if attention_layers.windowed(self.runner.model):
+                    paged_extend(*rows, reach=torch.zeros(new, dtype=torch.int32, device=query.device))
         paged_decode(query[:1], *pool, table, none, none, 1.0, 1, output[:1])
         if self.narrow:
             keys, values = (torch.zeros(1, kv_heads, x.shape[2], **there) for x in pool)
@@ -170,9 +173,10 @@ class TritonAttentionBackend(SpanAttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.tables.widen(max_bs, max_num_tokens)
-        if windows := attention_layers.windows_of(self.runner.model):
+        windows = attention_layers.windows_of(self.runner.model, self.tables.spans, self.span_of)
+        if any(windows):
             sizes = max(max_bs, max_num_tokens), max_num_tokens
-            self.near = NearBuffers(self.tables.spans, windows, *sizes, self.req_to_token.device)
+            self.near = NearBuffers(windows, *sizes, self.req_to_token.device)
         if self.slow_fast is not None:
             self.captured_step = CapturedStep(self.slow_fast, max_bs)
 
@@ -293,11 +297,11 @@ class TritonAttentionBackend(SpanAttentionBackend):
     def _near(self, layer: "RadixAttention", span_view: SpanView, there: DeviceView) -> Near:
         """What a layer with a sliding window reads."""
         window, span = layer.sliding_window_size, self.span_of(layer.layer_id)
-        if self.padded_to:
-            assert self.near is not None
+        if self.padded_to and self.near is not None:
             return self.near.near(span, window, len(there.begin), len(there.write), self.most_near)
         if ("near", window) not in span_view.cache:
-            span_view.cache["near", window] = near(span_view, window, self.req_to_token.device)
+            device = self.req_to_token.device
+            span_view.cache["near", window] = near(span_view, window, device, self.padded_to)
         return span_view.cache["near", window]
 
     def slots_to_write(self, layer_id: int, span_view: SpanView) -> torch.Tensor:

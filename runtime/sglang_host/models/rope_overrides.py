@@ -26,6 +26,9 @@ WHOLE, SCALING = "rope_parameters", "rope_scaling"
 BESIDE = ("rope_theta", "partial_rotary_factor")
 """What ``config.json`` may have beside the scaling."""
 
+LOCAL, FULL, SLIDING = "rope_local_base_freq", "full_attention", "sliding_attention"
+"""The base of layers with a sliding window, as ``config.json`` may have it, and the kinds of layers by which the
+dictionary may be divided: scaling and base are of the first kind then."""
 BY_POSITION, SHORT = "llama_4_scaling_beta", "original_max_position_embeddings"
 """How much queries grow with each so many positions, a number that SGLang looks for beside ``rope_parameters``."""
 
@@ -89,7 +92,7 @@ def spelled(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_positions(overrides: Mapping[str, Any]) -> bool:
     return any(
-        key in (WHOLE, SCALING, *BESIDE) or (isinstance(value, dict) and _of_positions(value))
+        key in (WHOLE, SCALING, LOCAL, *BESIDE) or (isinstance(value, dict) and _of_positions(value))
         for key, value in overrides.items()
     )
 
@@ -108,6 +111,8 @@ def completed(overrides: dict[str, Any], config: PretrainedConfig) -> dict[str, 
     own = getattr(config, WHOLE, None)
     given = {key: overrides[key] for key in (SCALING, WHOLE) if key in overrides}
     beside = {key: overrides[key] for key in BESIDE if key in overrides}
+    if isinstance(own, dict) and FULL in own:
+        return result | _by_kind(own, given, beside, overrides.get(LOCAL))
     if not (given or beside) or not isinstance(own, dict) or "rope_theta" not in own:
         return result  # another subject, a model without rotations, or one that has them by kind of layer
     scaling = next(reversed(given.values())) if given else own
@@ -117,3 +122,25 @@ def completed(overrides: dict[str, Any], config: PretrainedConfig) -> dict[str, 
         result.pop(SCALING, None)
         result[WHOLE] = {key: own[key] for key in BESIDE if key in own} | scaling | beside
     return result
+
+
+def _by_kind(
+    own: dict[str, Any], given: dict[str, Any], beside: dict[str, Any], local: Any
+) -> dict[str, Any]:
+    """``rope_parameters`` of a model that has them by kind of layer, as Gemma 3, with overrides.
+
+    Args:
+        own: the model's. given: scaling, under its older or newer name; beside: what may stand beside it.
+        local: the base of layers with a window; None for the model's.
+    """
+    scaling = next(reversed(given.values()), None)
+    if scaling is not None and (not isinstance(scaling, dict) or FULL in scaling):
+        return {WHOLE: scaling}
+    whole: dict[str, Any] = dict(own[FULL])
+    if given:
+        whole = {key: whole[key] for key in BESIDE if key in whole}
+        whole |= {"rope_type": "default"} if scaling is None else scaling
+    sliding: dict[str, Any] = dict(own.get(SLIDING) or {})
+    if local is not None:
+        sliding["rope_theta"] = local
+    return {SCALING: None, WHOLE: {FULL: whole | beside, SLIDING: sliding}}

@@ -56,6 +56,21 @@ WEIGHT_SEAMS: tuple[Seam, ...] = (
     ),
     relies_on(
         SCHEDULER,
+        "models.gemma3_causal:Gemma3ForCausalLM.load_weights",
+        "override",
+        "passes over the output's matrix, which it has where it is not the input's",
+        "weights",
+        lambda f: "lm_head.weight" in f.__code__.co_consts,
+    ),
+    relies_on(
+        SCHEDULER,
+        "models.gemma3_causal:Gemma3ForCausalLM.forward",
+        "read",
+        "gives the logits' layer the input's matrix, in the place of which that layer takes the output's",
+        check=reads_attributes("logits_processor embed_tokens"),
+    ),
+    relies_on(
+        SCHEDULER,
         "model_loader.loader:_get_quantization_config",
         "read",
         "a quantized checkpoint's names go by the mapper of the model's class",

@@ -72,6 +72,8 @@ def why_not(runner: "ModelRunner", tokenizer: Any, depth_pages: bool, ps: Any) -
     reasons = {
         "KV is not in depth pages on this machine": not depth_pages,
         "the model has sliding windows in all its layers": not attention_layers.has_whole_layer(runner.model),
+        "the model reads a layer's KV more than once": attention_layers.shares_kv(runner.model)
+        or getattr(runner.model_config.hf_text_config, "loop_num", 1) > 1,
         "no tokenizer is loaded": tokenizer is None,
         "streaming sessions are on": get_serving().enable_streaming_session,
         "the model is spread over pipeline stages": ps.pp_size > 1,
