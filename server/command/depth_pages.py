@@ -77,7 +77,7 @@ def refuse_model(model: Any, devices: int) -> None:
     reasons = {
         "multi-head latent attention": model.attention_arch == AttentionArch.MLA,
         "layers with a recurrent state": bool(mambaish_config(model)),
-        "sliding-window layers": model.is_hybrid_swa,
+        "sliding-window layers with KV memory of their own": model.is_hybrid_swa,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         where = "" if on_gpu() else ", on a GPU,"

@@ -4,13 +4,14 @@ Nothing is compiled or launched here. Triton's own binder says of each launch wh
 what is known of numbers and addresses, constants, options.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import triton
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -30,6 +31,7 @@ from fathom.runtime.sfi.options import SfiOptions
 from fathom.runtime.sfi.refresh import InOrder
 from fathom.runtime.sfi.rules import RANDOM, Reading
 from fathom.runtime.sglang_host.attention import triton_attention
+from fathom.runtime.sglang_host.attention.attention_layers import windowed
 from fathom.runtime.sglang_host.attention.triton_attention import TritonAttentionBackend
 from fathom.runtime.sglang_host.draft import draft_model
 from fathom.runtime.sglang_host.machine import devices
@@ -60,9 +62,13 @@ def forms(monkeypatch):
 
 
 class Server:
-    """What a server makes at start: the target's backend, slow-fast decoding, FastKV and a draft's look-ahead."""
+    """What a server makes at start: the target's backend, slow-fast decoding, FastKV and a draft's look-ahead.
 
-    def __init__(self, heads, kv_heads, dim, dtype, kv_dtype):
+    The upper of two layers has a sliding window, or -1 for none.
+    """
+
+    def __init__(self, heads, kv_heads, dim, dtype, kv_dtype, window):
+        self.windows = -1, window
         self.heads, self.kv_heads, self.dim, self.dtype = heads, kv_heads, dim, dtype
         self.pool = [torch.zeros(SLOTS + 1, kv_heads, dim, dtype=kv_dtype) for _ in range(2)]
         config = SimpleNamespace(
@@ -84,7 +90,10 @@ class Server:
             model_config=config,
             use_mla_backend=False,
             sliding_window_size=None,
-            model=torch.nn.Module(),
+            model=torch.nn.ModuleList(
+                RadixAttention(heads, dim, 0.125, kv_heads, number, sliding_window_size=size)
+                for number, size in enumerate(self.windows)
+            ),
             kv_cache_dtype=kv_dtype,
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=buffers,
@@ -94,6 +103,7 @@ class Server:
         self.backend = TritonAttentionBackend(runner)
         self.backend.processors = 132
         shape = Shape(SPANS, 1, heads, kv_heads, dim, dim, kv_dtype, LONGEST, ROWS, query_dtype=dtype)
+        shape = replace(shape, windowed=windowed(runner.model))
         options = SfiOptions(SfiConfig(selected=1000), buffer_mib=64, evidence_mib=1)
         self.slow_fast = SlowFast(shape, options, TRIGGERS)
         compression.warm_up(*self.pool, heads, dtype)
@@ -113,6 +123,7 @@ class Server:
             logit_cap=0.0,
             attn_type=AttentionType.DECODER,
             is_cross_attention=False,
+            sliding_window_size=self.windows[number],
         )
 
     def attend(self, lengths, new, decodes):
@@ -163,18 +174,21 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "kv_dtype"),
+    ("heads", "kv_heads", "dim", "dtype", "kv_dtype", "window"),
     [
-        (8, 2, 128, torch.bfloat16, torch.bfloat16),
-        (16, 2, 256, torch.bfloat16, torch.bfloat16),
-        (6, 3, 64, torch.float16, torch.float16),
-        (4, 2, 64, torch.float32, torch.float32),
-        (8, 2, 128, torch.bfloat16, torch.float8_e4m3fn),
+        (8, 2, 128, torch.bfloat16, torch.bfloat16, -1),
+        (16, 2, 256, torch.bfloat16, torch.bfloat16, -1),
+        (16, 2, 256, torch.bfloat16, torch.bfloat16, 511),
+        (6, 3, 64, torch.float16, torch.float16, -1),
+        (4, 2, 64, torch.float32, torch.float32, -1),
+        (8, 2, 128, torch.bfloat16, torch.float8_e4m3fn, -1),
     ],
     ids=str,
 )
-def test_steps_ask_for_nothing_that_was_not_compiled_at_start(forms, heads, kv_heads, dim, dtype, kv_dtype):
-    server = Server(heads, kv_heads, dim, dtype, kv_dtype)
+def test_steps_ask_for_nothing_that_was_not_compiled_at_start(
+    forms, heads, kv_heads, dim, dtype, kv_dtype, window
+):
+    server = Server(heads, kv_heads, dim, dtype, kv_dtype, window)
     compiled = frozenset(forms)
     # What keeps the evidence of some shapes keeps none of others; PyTorch stores what is not rounded.
     names = {name for name, *_ in compiled}

@@ -19,7 +19,7 @@ MODELS = {
     "Llama": ({}, ""),
     "Qwen3": ({}, ""),
     "DeepseekV2": ({"kv_lora_rank": 32}, "multi-head latent attention"),
-    "GptOss": ({}, "sliding-window layers"),
+    "GptOss": ({}, "sliding-window layers with KV memory of their own"),
     "Qwen3Next": ({}, "layers with a recurrent state"),
 }
 
