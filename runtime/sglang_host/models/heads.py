@@ -12,7 +12,7 @@ NAME = "lm_head.weight"
 
 
 def register() -> None:
-    """Have SGLang's classes do both. In processes that load models, before they do."""
+    """Have SGLang's classes load theirs and use it. In processes that load models, before they do."""
     from sglang.srt.models.registry import ModelRegistry
 
     for architecture in ARCHITECTURES:
