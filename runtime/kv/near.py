@@ -1,4 +1,4 @@
-"""What layers with a sliding window read of a span's view, on the device: the last entries of each segment."""
+"""What layers with a sliding window read of a span's view, on the device: the last entries that each row sees."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,15 +30,16 @@ class Near(NamedTuple):
 
 
 class NearBuffers:
-    """Room for the views of all spans, in one place for as long as it exists: captured launches read it.
-
-    Attributes:
-        windows: by span, the earlier positions that a row sees, of each kind of its layers.
-    """
+    """Room for the views of all spans, in one place for as long as it exists: captured launches read it."""
 
     def __init__(
         self, windows: Sequence[Sequence[int]], segments: int, rows: int, device: torch.device
     ) -> None:
+        """
+        Args:
+            windows: by span, the earlier positions that a row sees, of each kind of its layers.
+            segments, rows: of a view at most.
+        """
         # As in ``DeviceTables``, each list begins at a multiple of 16 bytes.
         segments, rows = (-(-size // 4) * 4 for size in (segments, rows))
         pairs = [(span, window) for span, own in enumerate(windows) for window in own]

@@ -29,7 +29,7 @@ class Places(NamedTuple):
         return own - np.where(first > self.onward, count + first - self.onward, before)
 
     def reach_of(self, own: int, window: int) -> int:
-        """:meth:`reach` of one row."""
+        """:meth:`reach` of one row, which a decode step asks of each request: NumPy would take longer to begin."""
         count = len(self.early)
         first = (int(self.early[own]) if own < count else self.onward + own - count) - window
         if first > self.onward:

@@ -284,7 +284,7 @@ def test_others_are_as_they_were(tmp_path, tiny_model):
     assert plain.hf_config.to_dict() | {"language_model_only": True} == asked.hf_config.to_dict()
 
 
-@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe"])
+@pytest.mark.parametrize("family", ["Gemma3", "Qwen3VL", "Qwen3VLMoe"])
 def test_every_mechanism_serves_its_texts(start_server, tmp_path, triggers, family):
     """The draft is such a checkpoint too. The oracle's models are the language models alone."""
     target, draft = (tmp_path / name for name in ("target", "draft"))

@@ -228,9 +228,9 @@ class Checker:
             if same > longest:
                 longest, nearest = same, count
         restart = {"forced": want.tokens[:nearest], "taken_back": nearest}
-        by_rounding = self._reference(request).decided_by_rounding
-        moved = float(want.logits[at].max() - want.logits[at][tokens[at]])
-        if not (longest > at and by_rounding(*told, **restart)) and not by_rounding(*told, moved=moved):
+        reference = self._reference(request)
+        by_rounding = longest > at and reference.decided_by_rounding(*told, **restart)
+        if not by_rounding and not reference.is_said_by_rounding(tokens, *told):
             raise Wrong(f"no restart explains token {at} of {len(tokens)}", want.tokens)
         self.counts["not compared: decided by rounding"] += 1
 

@@ -153,6 +153,13 @@ class Reference:
                 return True
         return False
 
+    def is_said_by_rounding(self, tokens: list[int], *asked: Any) -> bool:
+        """Whether noise like rounding makes this very answer of the one that is expected."""
+        return any(
+            self._shaken(noise, number).expected(*asked).tokens == tokens
+            for number, noise in enumerate(SHAKES)
+        )
+
     def _shaken(self, noise: float, seed: int) -> "Reference":
         other = copy.copy(self)
         other._known, other._judged, other.model = {}, {}, shaken(self.model, noise, seed)
